@@ -15,7 +15,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether ``model`` has the form of a model's name at a hub, ORGANISATION/NAME, and is not a folder here."""
+    """Return whether ``model`` is not a folder, and has the form of a model's name at a hub: ORGANISATION/NAME."""
     return _HUB_NAME.fullmatch(model) is not None and not Path(model).is_dir()
 
 
@@ -38,9 +38,9 @@ def find_checkpoint(model: str, environ: Mapping[str, str] | None = None, revisi
             return str(place)
     listed = ", ".join(map(str, places))
     raise ConfigError(
-        f"model {model!r} is not a folder here and was not found among downloaded models (searched {listed}); models "
-        f"are not downloaded automatically: download it first, for example with 'hf download {model}', or give the "
-        "folder of its checkpoint"
+        f"model {model!r} is not a folder on this machine and was not found among downloaded models (in {listed}): "
+        f"models are not downloaded automatically; download it first, for example with 'hf download {model}', or give "
+        "the folder of its checkpoint"
     )
 
 

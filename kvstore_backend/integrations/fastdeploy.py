@@ -70,7 +70,7 @@ _VERSIONED = "prefix"
 
 
 def activate() -> None:
-    """Replace Mooncake's client by ``FastDeployClient`` if ``FD_PLUGINS`` contains ``kvstore``. FastDeploy calls this.
+    """Replace Mooncake's client by ``FastDeployClient`` if ``FD_PLUGINS`` names ``kvstore``. Called by FastDeploy.
 
     If ``FD_PLUGINS`` is not set, FastDeploy loads all plugins, but this plugin does nothing, because it would change
     the place where a cache is stored. If Mooncake's library cannot be loaded, the plugin logs an error.
@@ -80,11 +80,11 @@ def activate() -> None:
     try:
         replace_client(FastDeployClient)
     except PoolUnavailable as exc:
-        logger.error("FD_PLUGINS names %s, but it cannot be used: %s", _PLUGIN, exc)
+        logger.error("FD_PLUGINS names the plugin %s, but this plugin cannot be used: %s", _PLUGIN, exc)
 
 
 class FastDeployClient(PooledClient):
-    """Client of the pool for FastDeploy's storage classes, in place of ``MooncakeDistributedStore``."""
+    """Client of the pool that FastDeploy's storage classes use in place of ``MooncakeDistributedStore``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,9 +118,9 @@ class FastDeployClient(PooledClient):
         return _HAND_OVER_SECONDS
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
-        """Return the pool, in the namespace of the model's current weights; None if the weights are not known.
+        """Return the pool, moved to the namespace of the model's current weights; None if these are not known.
 
-        The weights also count as not known if the keys name another version than the model's folder.
+        The weights also count as not known if the keys name another version of them than the model's folder.
         """
         pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None
@@ -150,7 +150,7 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
 
     Raises:
         ConfigError: the command line names no model, the model is not the folder of a checkpoint, or a shape is
-        invalid.
+            invalid.
     """
     options = _parse_options(argv)
     model = digest_settings(fingerprint_model(_find_model(argv, engine)), _read_engine(engine))
@@ -171,7 +171,7 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
 
 
 def _read_engine(engine: Engine) -> dict[str, str]:
-    """Return the engine's settings that can change KV, with their values as text."""
+    """Return the engine's arguments and variables that can change KV, with their values as text."""
     arguments = {name: value for name, value in engine.arguments.items() if name not in CANNOT_CHANGE_KV}
     for name, find_effect in _EFFECTS.items():
         arguments[name] = find_effect(arguments.get(name))
@@ -182,7 +182,7 @@ def _read_engine(engine: Engine) -> dict[str, str]:
 
 
 def _find_drafting(value: object) -> object:
-    """Return the settings of speculation if its method adds layers to the blocks; otherwise None."""
+    """Return the settings of speculative decoding if its method adds layers to the blocks; otherwise None."""
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value
@@ -209,7 +209,7 @@ def _find_model(argv: Sequence[str], engine: Engine) -> str:
         engine: arguments and environment with which the engine was started.
 
     Raises:
-        ConfigError: the command lines name no model, or the model is not a folder here.
+        ConfigError: the command lines name no model, or the model is not a folder on this machine.
     """
     argument = _parse_options(argv).get("model_path") or str(engine.arguments.get("model") or "")
     named = read_model_folder(engine.environ)
@@ -226,7 +226,7 @@ def _find_model(argv: Sequence[str], engine: Engine) -> str:
         model = named
     if not Path(model).is_dir():
         raise ConfigError(
-            f"the model {model!r} is not a folder here; set KVSTORE_MODEL to the folder of its checkpoint"
+            f"the model {model!r} is not a folder on this machine; set KVSTORE_MODEL to the folder of its checkpoint"
         )
     return model
 
@@ -238,7 +238,9 @@ def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Names
     """
     shape = options["key_cache_shape"].split(",")
     if len(shape) != 4 or not all(size.strip().isdigit() for size in shape):
-        raise ConfigError(f"--key_cache_shape is {options['key_cache_shape']!r}; it must have four numbers")
+        raise ConfigError(
+            f"--key_cache_shape is {options['key_cache_shape']!r}; it must be four numbers separated by commas"
+        )
     _, heads, block_size, head_size = map(int, shape)
     value_shape = options.get("value_cache_shape", "").partition(",")[2]
     return Namespace(
@@ -254,7 +256,7 @@ def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Names
 
 
 def _parse_options(argv: Sequence[str]) -> dict[str, str]:
-    """Parse ``--name value`` and ``--name=value``; return the last value of each name, with underscores in the name."""
+    """Parse options ``--name value`` and ``--name=value``; return the last value by name, with underscores in names."""
     options: dict[str, str] = {}
     for word, after in zip(argv, [*argv[1:], ""], strict=True):
         if word.startswith("--"):
@@ -267,4 +269,4 @@ def _parse_number(options: Mapping[str, Any], name: str) -> int:
     try:
         return int(options.get(name, 1))
     except ValueError:
-        raise ConfigError(f"--{name} is {options[name]!r}; it must be a number") from None
+        raise ConfigError(f"--{name} is {options[name]!r}; it must be a whole number") from None

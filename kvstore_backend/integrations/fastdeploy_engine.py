@@ -39,7 +39,7 @@ class Engine:
 
     Attributes:
         arguments: value of each argument as FastDeploy parses it, by the argument's name with underscores.
-        defaults: default of each argument, if known.
+        defaults: default of each argument by name; empty if FastDeploy cannot be imported.
         environ: environment of the engine's process at its start. FastDeploy sets further variables later, which depend
             only on the arguments.
     """
@@ -50,12 +50,12 @@ class Engine:
 
     @property
     def hands_over_by_storage(self) -> bool:
-        """Whether decode reads the blocks of prefill from the pool, and fails the request if a block is missing."""
+        """Whether decode reads prefill's blocks from the pool, and fails a request if a block is missing there."""
         return self.environ.get("FD_PD_TRANSFER_VIA_STORAGE", "0") != "0"
 
 
 def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
-    """Find FastDeploy's API server among this process and its parents, and read its command line and environment.
+    """Return the command line and environment of FastDeploy's API server: this process, or one of its parents.
 
     Raises:
         ConfigError: none of the processes is an API server, or its command line cannot be read or parsed.
@@ -124,7 +124,7 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(name: str) -> str:
-    """Return the full name of an abbreviated argument; return ``name`` unchanged if no or several arguments match."""
+    """Return the only argument whose name begins with ``name``; ``name`` unchanged if none or several do."""
     found = [name] if name in _ARGUMENTS else [each for each in _ARGUMENTS if each.startswith(name)]
     return found[0] if len(found) == 1 else name
 
@@ -135,10 +135,10 @@ def _read_environ(path: Path) -> dict[str, str]:
 
 
 def find_version() -> str:
-    """Return the version of FastDeploy in this process, and a digest that differs for each build.
+    """Return FastDeploy's version and a digest of its build, as text that differs between builds.
 
-    The digest is of the build's ``version.txt``. In a source tree without this file, it is of the cache manager's
-    files.
+    The digest is of the build's ``version.txt``. In a source tree without this file, it is of the files of FastDeploy's
+    cache manager.
     """
     module = sys.modules.get("fastdeploy")
     if module is None or not getattr(module, "__file__", None):
@@ -159,7 +159,7 @@ class WeightsVersion:
 
     Attributes:
         text: text for the namespace; other weights have another text.
-        step: text after ``prefix`` in the keys of FastDeploy 2.6; empty: there is no ``version.yaml``.
+        step: text after ``prefix`` in the keys of FastDeploy 2.6; empty if there is no ``version.yaml``.
     """
 
     text: str
@@ -195,10 +195,10 @@ class Weights:
             )
 
     def read(self) -> WeightsVersion | None:
-        """Return the version of the weights in the folder now; None if it is not known, so that no block can be used.
+        """Return the version of the weights in the folder now; None if the version is not known.
 
-        For example, it is not known if the files of the weights have changed and ``version.yaml`` has not: the model
-        may or may not have loaded these files.
+        While the version is not known, no block can be used. This is the case if the files of the weights have changed
+        but ``version.yaml`` has not, because the model may or may not have loaded the new files.
         """
         try:
             stat = self._file.stat()

@@ -39,7 +39,7 @@ _REQUIRED_VALUES: dict[str, object] = {
 
 
 class Mistake(NamedTuple):
-    """Mistake in a configuration: a sentence that describes it, and whether the server cannot join its pool with it."""
+    """Mistake in the configuration of a MindIE server: a sentence, and whether the server cannot join its pool."""
 
     text: str
     is_fatal: bool = True
@@ -53,8 +53,8 @@ class MindieServer:
         path: the server's ``config.json``.
         pool: configuration of the pool that the server joins, or None if pooling is off.
         cards: number of cards of the server's instances; 0 if the file has no card ids.
-        model: folder with the weights of the first model; None if the file does not name it.
-        cards_per_model: number of cards among which the first model is divided, its ``worldSize``.
+        model: folder with the weights of the first model, or None if the file does not name a folder.
+        cards_per_model: number of cards among which the first model is divided (its ``worldSize``).
     """
 
     path: Path
@@ -65,7 +65,7 @@ class MindieServer:
 
 
 def is_server_config(path: str | Path) -> bool:
-    """Return whether ``path`` is the ``config.json`` of a MindIE server, and not a file with only a pool's settings."""
+    """Return whether ``path`` is the ``config.json`` of a MindIE server: JSON with a ``BackendConfig``."""
     try:
         values = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -74,7 +74,7 @@ def is_server_config(path: str | Path) -> bool:
 
 
 def read_server(path: str | Path) -> MindieServer:
-    """Read and check a server's ``config.json``, and the pool's file that is named there.
+    """Read and check the ``config.json`` of a MindIE server, and the file with the pool's settings that it names.
 
     Raises:
         ConfigError: with these files MindIE's server would not start, or would start without its pool; the message is
@@ -98,7 +98,7 @@ def read_server(path: str | Path) -> MindieServer:
 
 
 def find_mistakes(path: str | Path) -> Iterator[Mistake]:
-    """Yield the mistakes in a server's ``config.json``, and in the pool's file that is named there."""
+    """Yield the mistakes in the ``config.json`` of a MindIE server, and in the file with the pool's settings."""
     path = Path(path)
     try:
         backend = _load_backend(path)
@@ -121,7 +121,7 @@ def find_mistakes(path: str | Path) -> Iterator[Mistake]:
 
 
 def _load_backend(path: Path) -> dict[str, Any]:
-    """Return ``BackendConfig`` from a server's ``config.json``; raise ``ConfigError`` if it is missing or no object."""
+    """Return ``BackendConfig`` of a server's ``config.json``; raise ``ConfigError`` if there is no such object."""
     if not is_server_config(path):
         raise ConfigError(f'{path} is not a configuration of a MindIE server, which is JSON with a "BackendConfig"')
     backend = json.loads(path.read_bytes())["BackendConfig"]
@@ -131,7 +131,7 @@ def _load_backend(path: Path) -> dict[str, Any]:
 
 
 def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
-    """Check that every model has the prefix cache plugin, because the plugin reads and writes the pool."""
+    """Check that every model has the prefix cache plugin, which reads and writes the pool; yield the mistakes."""
     models = list(_list_models(backend))
     if not models:
         yield Mistake(f'"BackendConfig.ModelDeployConfig.ModelConfig" in {path} names no model')
@@ -160,7 +160,7 @@ def _list_models(backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_pool(pool: dict[str, Any], where: str, path: Path) -> Iterator[Mistake]:
-    """Check the path and the contents of the pool's file, by the rules of ``read_config`` and of MindIE."""
+    """Check the file with the pool's settings by the rules of ``read_config`` and of MindIE; yield the mistakes."""
     config_path = pool.get("configPath", "")
     if config_path and not Path(config_path).is_absolute():
         whole = str((path.parent / config_path).absolute())
@@ -195,7 +195,7 @@ def _check_values(values: dict[str, Any], file: Path) -> Iterator[Mistake]:
 
 
 def _check_cards(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
-    """Check that ``npuDeviceIds`` consists of one list of card ids for each instance."""
+    """Yield a mistake if ``npuDeviceIds`` does not consist of one list of card ids for each instance."""
     listed = backend.get("npuDeviceIds", [])
     if not isinstance(listed, list) or not all(isinstance(ids, list) for ids in listed):
         yield Mistake(f'"npuDeviceIds" in {path} is {listed!r}; it must be a list of card ids for each instance')

@@ -44,7 +44,7 @@ _MOVING = Deadlines(transfer_seconds=0.0)
 
 
 class PooledClient:
-    """Replacement of Mooncake's client, with the calls that the storage classes of engines use.
+    """Client of the pool in place of Mooncake's client, with the calls that the storage classes of engines use.
 
     A subclass for an engine defines ``namespace``. All calls before ``setup`` and after ``close`` fail.
     """
@@ -71,12 +71,13 @@ class PooledClient:
         return {}
 
     def patience(self, config: PoolConfig) -> float:
-        """Return the seconds for which calls may wait for a pool that fails; 0: a failure is a miss immediately.
+        """Return the seconds for which calls may wait for a pool that fails; with 0, a failure is a miss immediately.
 
-        An engine that cannot continue without the blocks of the pool returns more than 0. For this time, a call waits
-        for an answer and is repeated after a failure. A transfer gets additional time for its bytes, at most twice as
-        long. The time begins with the first failed call; when it is over, a failure is a miss immediately, until a call
-        succeeds. A put is successful only when other instances can read the block. ``setup`` calls this once.
+        The value is more than 0 for an engine that cannot continue without the blocks of the pool. For this time, a
+        call waits for an answer and is repeated after a failure. A transfer gets additional time for its bytes, at most
+        twice as long. The time begins with the first failed call; when it is over, a failure is a miss immediately,
+        until a call succeeds. A put is successful only when other instances can read the block. ``setup`` calls this
+        method once.
 
         Raises:
             ConfigError: the engine cannot use a pool with this configuration; the message is one sentence.
@@ -103,9 +104,10 @@ class PooledClient:
     ) -> int:
         """Open the pool with the settings in the arguments.
 
-        Other settings (writes in the background, a fast tier) come from the environment or its configuration file. The
-        argument ``engine`` is ignored. If ``master_server_addr`` is the URL of a folder, such as
-        ``file:///dev/shm/kvpool?size=4GiB``, the pool is that folder, and the other arguments are ignored.
+        Other settings (writes in the background, a fast tier) come from the environment, or from the configuration file
+        that the environment names. The argument ``engine`` is ignored. If ``master_server_addr`` is the URL of a
+        folder, such as ``file:///dev/shm/kvpool?size=4GiB``, the pool is that folder, and the other arguments are
+        ignored.
 
         Returns:
             0. A failure raises an exception, because a code would not show the reason.
@@ -148,11 +150,11 @@ class PooledClient:
         return _DONE
 
     def health_check(self) -> int:
-        """Return 0 if the pool is in use now, otherwise 1."""
+        """Return 0 if calls reach the pool now, otherwise 1."""
         return int(self._pool is None or not self._pool.health().ok)
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Register memory that later puts and reads use."""
+        """Register memory that later puts and reads use; return 0, or -800 before ``setup``."""
         if self._pool is None:
             return _FAILED
         self._pool.register(buffer_ptr, size)
@@ -165,7 +167,7 @@ class PooledClient:
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """Return 1 for each key that the pool has; 0 if not, or if the pool did not answer in time.
 
-        Mooncake's other codes are not returned, because engines take them for a hit.
+        Mooncake's codes for failures are never returned, because engines take them for a hit.
         """
         pool = self._find_pool(keys)
         if pool is None:
@@ -175,9 +177,10 @@ class PooledClient:
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: object = None
     ) -> list[int]:
-        """Store ``sizes[i]`` bytes from the address ``buffer_ptrs[i]`` under ``keys[i]``; ``config`` is ignored.
+        """Store ``sizes[i]`` bytes from the address ``buffer_ptrs[i]`` under ``keys[i]``; return a code for each key.
 
-        Returns when no call reads the memory any more, even if that takes longer than the deadline.
+        The argument ``config`` is ignored. The method returns when no call reads the memory any more, even if that
+        takes longer than the deadline.
 
         Raises:
             ValueError: the arguments have different lengths, or a size is not positive.
@@ -191,13 +194,13 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         config: object = None,
     ) -> list[int]:
-        """Store values like ``batch_put_from``, but each value consists of several pieces of memory."""
+        """Store values like ``batch_put_from``, from several pieces of memory for each value."""
         return self._put_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read the value of ``keys[i]``, exactly ``sizes[i]`` bytes, to the address ``buffer_ptrs[i]``.
 
-        Returns when no call writes to the memory any more, even if that takes longer than the deadline.
+        The method returns when no call writes to the memory any more, even if that takes longer than the deadline.
 
         Returns:
             For each key the number of bytes, or a negative code.
@@ -214,19 +217,19 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """Read values like ``batch_get_into``, but each value is written to several pieces of memory."""
+        """Read values like ``batch_get_into``, to several pieces of memory for each value."""
         return self._get_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: object = None) -> int:
-        """Store one value like ``batch_put_from``."""
+        """Store the value of one key like ``batch_put_from``; return its code."""
         return self.batch_put_from([key], [buffer_ptr], [size])[0]
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Read one value like ``batch_get_into``."""
+        """Read the value of one key like ``batch_get_into``; return its number of bytes, or a negative code."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def put(self, key: str, value: bytes, config: object = None) -> int:
-        """Store ``value`` and its size, so that ``get`` can read it; return -800 for an empty value.
+        """Store ``value`` and its size under ``key``, so that ``get`` can read it; return 0, or a negative code.
 
         The first put after ``setup``, which an engine makes when it starts, is repeated for some seconds if it fails.
         """
@@ -244,16 +247,16 @@ class PooledClient:
         return code
 
     def get(self, key: str) -> bytes:
-        """Return the bytes that ``put`` stored under ``key``; b"" if the value or its size is absent."""
+        """Return the bytes that ``put`` stored under ``key``; b"" if the pool lacks the value or its size."""
         size = self._read_bytes(key + _SIZE_SUFFIX, _SIZE.size)
         return self._read_bytes(key, _SIZE.unpack(size)[0]) if size else b""
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Remove one key; return -704 if the key is absent."""
+        """Remove one key; return 0, -704 if the key is absent, or -800 if the pool failed."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
-        """Remove keys, and the sizes that ``put`` stored for them."""
+        """Remove keys, and the sizes that ``put`` stored with them; return a code for each key."""
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
@@ -264,7 +267,7 @@ class PooledClient:
         """Remove all values of this namespace, also those that a client may be reading now.
 
         Returns:
-            0 (Mooncake's client returns the number of keys); a negative code if it failed.
+            0 (Mooncake's client returns the number of keys), or a negative code if the pool failed.
         """
         pool = self._find_pool()
         return _FAILED if pool is None else _CODES[pool.clear()]
@@ -289,7 +292,7 @@ class PooledClient:
     def _call_patiently(
         self, ask: Callable[..., list[Status]], hashes: Sequence[bytes], *values: Sequence[Value]
     ) -> list[Status]:
-        """Call ``ask`` with hashes and ``values``; repeat the failed ones for the seconds of ``patience``."""
+        """Call ``ask`` with ``hashes`` and ``values``; repeat the call for failed blocks for ``patience`` seconds."""
         if not self._patience or not hashes:
             return ask(hashes, *values)
         columns, left = (hashes, *values), list(range(len(hashes)))
@@ -321,7 +324,7 @@ class PooledClient:
 
     @contextlib.contextmanager
     def _register_temporarily(self, spans: Sequence[Span]) -> Iterator[None]:
-        """Register memory of this object for the ``with`` block. RDMA needs registered memory."""
+        """Register the memory of a value that this object holds for the ``with`` block, because RDMA needs it."""
         pool = self._pool
         if pool is None:
             yield
@@ -336,9 +339,9 @@ class PooledClient:
 
 
 def _put_and_look_up(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
-    """Return a function that puts blocks and looks them up; its answer is ``FAILED`` for a block not readable yet.
+    """Return a function that puts blocks, and returns ``FAILED`` for a block that cannot be read yet.
 
-    For example, another instance may still be writing the block.
+    For example, another instance may still be writing the same block.
     """
 
     def put(hashes: Sequence[bytes], values: Sequence[Value]) -> list[Status]:

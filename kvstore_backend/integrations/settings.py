@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def read_settings(
     values: Mapping[str, object], neutral: Container[str] = (), paths: Container[str] = ()
 ) -> dict[str, str]:
-    """Return each setting's value as text, by the setting's name, without the neutral settings.
+    """Return the values of settings as text, by name, without the settings that cannot change KV.
 
     The path of a file or folder is replaced by a digest of its content, because another machine may have the same file
     under another path, or another file under the same path.
@@ -69,7 +69,7 @@ def digest_settings(fingerprint: str, settings: Mapping[str, str]) -> str:
 
 
 def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    """Return facts for a manifest: the first ten settings that differ from their defaults, and a digest of the others.
+    """Return facts for a manifest: the first ten settings that differ from their defaults, and a digest of the rest.
 
     A value that may be a secret is replaced by its digest.
     """
@@ -81,7 +81,7 @@ def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict
 
 
 def _write(value: object) -> str:
-    """Return a value as one line of text. Text stays unchanged; other values become JSON; paths become digests."""
+    """Return a setting's value as text: text unchanged, other values as JSON, and paths replaced by digests."""
     value = read_json(value)
     if isinstance(value, str):
         return _write_text(value)
@@ -110,7 +110,7 @@ def _digest_paths(setting: str, value: object) -> object:
 
 
 def _find_path(setting: str, text: str) -> Path:
-    """Return the path of a file or folder from its path, or its hub name: ``owner/name`` or ``owner/name/file``."""
+    """Return the path of a file or folder that ``text`` names: a path, or ``owner/name`` or ``owner/name/file``."""
     path = Path(text)
     if path.exists():
         return path
@@ -149,7 +149,7 @@ def _write_path(path: Path) -> str:
 
 
 def _digest_path(path: Path) -> str:
-    """Return a digest of a file, or of all files in a folder. For a checkpoint, return its fingerprint."""
+    """Return a digest of a file or of all files in a folder; for the folder of a checkpoint, its fingerprint."""
     if path.is_dir() and not (path / "adapter_config.json").exists():
         try:
             return f"checkpoint {fingerprint_model(path)}"
@@ -165,7 +165,7 @@ def _digest_path(path: Path) -> str:
 
 
 def _name_object(value: object) -> str:
-    """Return text for a value that JSON cannot represent. The text is the same in every process."""
+    """Return a text, the same in every process, for a value that JSON cannot represent."""
     return str(value.value) if isinstance(value, enum.Enum) else _ADDRESS.sub("", repr(value))
 
 

@@ -76,7 +76,7 @@ _STATE_ATTRIBUTES = (
 
 
 class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not here when types are checked
-    """Storage backend of one rank of SGLang, which stores pages in the pool. A page that cannot be read is a miss.
+    """Storage backend of one rank of SGLang: stores pages in the pool. A page that cannot be read is a miss.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``: ranks, model, extra configuration.
@@ -123,7 +123,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     @property
     def is_ready(self) -> bool:
-        """Whether SGLang has registered host memory, and every pool of this object is in use now."""
+        """Whether SGLang has registered host memory, and calls reach every pool of this object now."""
         return bool(self._pools) and all(pool.is_ready for pool in self._pools.values())
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -136,14 +136,17 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         """
         super().register_mem_pool_host(mem_pool_host)
         if getattr(mem_pool_host, "kv_buffer", None) is None:
-            raise ConfigError("SGLang has only a logical KV pool for this model; this backend does not support that")
+            raise ConfigError(
+                "SGLang's host memory for this model contains no KV (a logical pool), which this backend does not "
+                "support; start SGLang without a storage backend"
+            )
         _check_host(mem_pool_host, self._kv_dtype)
         is_shared = bool(self._storage_config.is_mla_model)
         self._open_pool(mem_pool_host, is_shared=is_shared)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register the host memory of a further kind of state, such as the state of Mamba layers."""
+        """Register the host memory of one kind of state: KV, or another kind such as the state of Mamba layers."""
         name = str(host_pool_name)
         if self._host_pools.get(name) is host_pool:
             return
@@ -165,7 +168,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return self._pool_of("kv").lookup(self._hash_keys("kv", keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Read pages of KV to the places ``host_indices`` in host memory; return for each page whether it was read.
+        """Read pages of KV to the indices ``host_indices`` in host memory; return for each page whether it was read.
 
         All pages after the first missing page count as not read.
         """
@@ -180,7 +183,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return the number of leading pages at which every kind of state can resume, and the number for each kind.
+        """Return the number of leading pages after which all kinds of state can resume, and the number for each kind.
 
         KV needs all leading pages. Another kind of state needs all pages, or only the last pages (its hit policy).
         """
@@ -213,38 +216,38 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     # SGLang's interface without "interface_v1": pages of KV, as flat tensors.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Read a page to the tensor ``target_location``; return the tensor, or None if the page was not read."""
+        """Read a page of KV to the tensor ``target_location``; return the tensor, or None if the page was not read."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read each page to its tensor in ``target_locations``; return the tensors, or None for pages not read."""
+        """Read pages of KV to the tensors in ``target_locations``; return each tensor, or None for a page not read."""
         targets = [_tensor_value(tensor) for tensor in target_locations]
         with self._register_temporarily(targets):
             loaded = self._load_pages("kv", keys, targets)
         return [tensor if is_there else None for tensor, is_there in zip(target_locations, loaded, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store one page, from the tensor ``value``; return whether the pool has the page."""
+        """Store a page of KV from the tensor ``value``; return whether the pool has the page afterwards."""
         return self.batch_set([key], [value])
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store pages, from the tensors ``values``; return whether the pool has all of them."""
+        """Store pages of KV from the tensors ``values``; return whether the pool has all of them afterwards."""
         kept = [tensor.contiguous() for tensor in values]
         sources = [_tensor_value(tensor) for tensor in kept]
         with self._register_temporarily(sources):
             return all(self._save_pages("kv", keys, sources))
 
     def exists(self, key: str) -> bool:
-        """Return whether the pool has a page."""
+        """Return whether the pool has a page of KV."""
         return self.batch_exists([key]) == 1
 
     def clear(self) -> None:
-        """Remove all pages of this object's namespaces, for all instances that share them."""
+        """Remove all pages of this server's namespaces from the pool, also for other instances that share them."""
         for pool in self._pools.values():
             if not pool.clear():
-                logger.warning("The pages of %r could not all be removed", pool)
+                logger.warning("Not all pages could be removed from the pool: %r", pool)
 
     def close(self) -> None:
         """Close the pool. Every later call is a miss."""
@@ -257,7 +260,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return answers
 
     def _find_pages(self, name: str, keys: Sequence[str]) -> list[bool]:
-        """Return which pages of a kind of state the pool has; none if the kind has no registered host memory."""
+        """Return for each page of a kind of state whether the pool has it; False without registered host memory."""
         if name not in self._host_pools:
             return [False] * len(keys)
         return [status is Status.OK for status in self._pool_of(name).exists(self._hash_keys(name, keys))]
@@ -274,19 +277,22 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return [bool(status) for status in self._pool_of(name).save(self._hash_keys(name, keys), sources)]
 
     def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
-        """Return the spans of each page in host memory; None if SGLang does not report them, which counts as a miss."""
+        """Return the spans of each page in host memory; None, a miss, if SGLang does not report them."""
         if not keys:
             return []
         try:
             addresses, sizes = self._host_pools[name].get_page_buffer_meta(host_indices)
             pieces = [Span(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
         except Exception as exc:  # any exception that SGLang raises for this layout
-            logger.warning("SGLang does not report the addresses of %d pages of %s: %r", len(keys), name, exc)
+            logger.warning(
+                "SGLang does not report the addresses of %d pages of %s, so they are a miss: %r", len(keys), name, exc
+            )
             return None
         each, left = divmod(len(pieces), len(keys))
         if left or not each:
             logger.warning(
-                "SGLang gave %d pages of %s and %d spans of memory; each page must have the same number of spans",
+                "SGLang reports %d pages of %s and %d spans of memory, so the pages are a miss: all pages must have "
+                "equally many spans",
                 *(len(keys), name, len(pieces)),
             )
             return None
@@ -294,7 +300,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     @contextlib.contextmanager
     def _register_temporarily(self, values: Sequence[Value]) -> Iterator[None]:
-        """Register tensors that are not in registered host memory, for the ``with`` block. RDMA needs this."""
+        """Register tensors outside of the registered host memory for the ``with`` block, because RDMA needs it."""
         pool = self._pool_of("kv")
         spans = [span for span in dict.fromkeys(span for value in values for span in value) if not self._holds(span)]
         for span in spans:
@@ -355,9 +361,9 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
 
 def _read_server(weights_version: str) -> Mapping[str, object]:
-    """Return all settings of this process's server, with the values that SGLang derived for them.
+    """Return all settings of the SGLang server in this process, with the values that SGLang derived for them.
 
-    Returns an empty mapping if SGLang does not expose the settings, and ``weights_version`` is not empty.
+    The result is empty if SGLang does not expose the settings, and ``weights_version`` is not empty.
 
     Raises:
         ConfigError: SGLang does not expose the settings, and ``weights_version`` is empty.
@@ -378,9 +384,9 @@ def _read_server(weights_version: str) -> Mapping[str, object]:
 
 
 def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the settings with ``lora_paths`` as a mapping from the name of each LoRA adapter to its path.
+    """Return the settings with ``lora_paths`` as a mapping: name of each LoRA adapter -> its path.
 
-    SGLang has a list of ``LoRARef`` objects there.
+    In SGLang's own settings, ``lora_paths`` is a list of ``LoRARef`` objects.
     """
     adapters = server.get("lora_paths")
     if not isinstance(adapters, list | tuple):
@@ -389,7 +395,7 @@ def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _read_defaults() -> Mapping[str, object]:
-    """Return the defaults of the server's settings, for the manifest; empty if SGLang does not expose them."""
+    """Return the defaults of SGLang's settings, for the manifest; empty if SGLang does not expose them."""
     try:
         from sglang.srt.arg_groups.arg_utils import record_fields
         from sglang.srt.runtime_context import get_server_args
@@ -409,9 +415,9 @@ def _read_variables() -> dict[str, str]:
 
 
 def _find_model(name: str) -> str:
-    """Check that ``name`` is the folder of a model, and return it.
+    """Check that ``name`` is the folder of a model, and return ``name``.
 
-    If pages have a special format, SGLang appends the name of the format.
+    If the server's pages have a special format, SGLang appends the name of the format to ``name``.
 
     Raises:
         ConfigError: the folder does not exist, or the pages have a format that this backend does not support.
@@ -419,15 +425,18 @@ def _find_model(name: str) -> str:
     if name.endswith(f"-{_ENVELOPES}"):
         raise ConfigError(_NO_ENVELOPES)
     if not Path(name).is_dir() or not name:
-        raise ConfigError(f'the model {name!r} is not a folder here; set "model_path" in the extra configuration')
+        raise ConfigError(
+            f'the model {name!r} is not a folder on this machine; set "model_path" in the extra configuration'
+        )
     return name
 
 
 def _check_host(host: Any, kv_dtype: str) -> None:
-    """Check that the type and shape of the pages in host memory are known.
+    """Check that the type and shape of the pages in SGLang's host memory are known.
 
     Raises:
-        ConfigError: they are not known, or this backend does not support the pages; the message is one sentence.
+        ConfigError: type or shape is not known, or this backend does not support such pages; the message is one
+            sentence.
     """
     if getattr(host, "stores_page_envelope", False):
         raise ConfigError(_NO_ENVELOPES)
@@ -444,7 +453,7 @@ def _check_host(host: Any, kv_dtype: str) -> None:
 
 
 def _describe_state(host: Any) -> str:
-    """Return a description of the pages of a kind of state, from the attributes of its host memory."""
+    """Return the attributes of a kind of state's host memory that describe its pages, as JSON."""
     known = {name: getattr(host, name, None) for name in _STATE_ATTRIBUTES}
     return json.dumps({name: str(value) for name, value in known.items() if value is not None})
 

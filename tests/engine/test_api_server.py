@@ -540,7 +540,7 @@ class TestStarting:
     ) -> None:
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         said = self.sentence(capsys, "--model", "Nobody/Has-This-0.5B")
-        assert "model 'Nobody/Has-This-0.5B' is not a folder here and was not found among downloaded models" in said
+        assert "model 'Nobody/Has-This-0.5B' is not a folder on this machine and was not found among" in said
         assert f"{tmp_path}/hub/models--Nobody--Has-This-0.5B" in said
 
     def test_a_hubs_name_stands_for_the_folder_it_was_downloaded_to(

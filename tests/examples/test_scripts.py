@@ -273,5 +273,5 @@ def test_the_processes_are_told_the_folder_of_a_hubs_model(tmp_path: Path) -> No
 
 def test_a_hubs_model_that_was_not_downloaded_is_said_in_one_sentence() -> None:
     said = complaint("run.sh", "--dry-run", ENGINE="kvstore", MODEL_NAME="Nobody/Has-This-0.5B")
-    assert said.startswith("MODEL_NAME=Nobody/Has-This-0.5B: model 'Nobody/Has-This-0.5B' is not a folder here")
+    assert said.startswith("MODEL_NAME=Nobody/Has-This-0.5B: model 'Nobody/Has-This-0.5B' is not a folder on this")
     assert said.count("\n") == 1

@@ -99,7 +99,7 @@ def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
     monkeypatch.setenv("FD_LOG_DIR", str(tmp_path))
     ended = run_module("engine.api_server", "--model", MODEL, "--host", "127.0.0.1", "--port", str(free_ports(1)[0]))
     assert ended.returncode == 2
-    assert f"model '{MODEL}' is not a folder here and was not found among downloaded models" in ended.stderr
+    assert f"model '{MODEL}' is not a folder on this machine and was not found among downloaded models" in ended.stderr
     assert str(tmp_path / MODEL) in ended.stderr
 
 

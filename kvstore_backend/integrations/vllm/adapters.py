@@ -34,12 +34,12 @@ _STAT_FIELDS = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
 
 
 def name_adapter(lora: Any) -> Adapter:
-    """Return name and path of the adapter in vLLM's ``LoRARequest``."""
+    """Return name and path of the LoRA adapter in ``lora``, a ``LoRARequest`` of vLLM."""
     return lora.lora_name, lora.lora_path
 
 
 class LoadedAdapters:
-    """Adapters that vLLM has read in this worker, and the digests of their files."""
+    """LoRA adapters that vLLM has read in this worker, and digests of their files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,15 +50,15 @@ class LoadedAdapters:
         self._thread: threading.Thread | None = None
 
     def watch(self, manager: Any) -> None:
-        """Wrap the method of vLLM's class ``manager`` that reads adapters, so that this object sees every read.
+        """Wrap the method of vLLM's class ``manager`` that reads LoRA adapters, so that this object sees every read.
 
         If this version of vLLM has no such method, requests with an adapter do not use the pool.
         """
         read = getattr(manager, "_load_adapter", None)
         if read is None:
             logger.warning(
-                "This version of vLLM loads LoRA adapters in an unknown way; requests with an adapter do not "
-                "use the pool"
+                "This version of vLLM loads LoRA adapters in a way that the connector does not know; requests with an "
+                "adapter do not use the pool"
             )
             return
 
@@ -72,7 +72,7 @@ class LoadedAdapters:
         manager._load_adapter = watched
 
     def is_unchanged(self, adapter: Adapter) -> bool:
-        """Return whether the adapter's files are still those that vLLM has read; if not, exclude the adapter."""
+        """Return whether an adapter's files are still those that vLLM has read; exclude the adapter if they are not."""
         with self._lock:
             marks = self._marks.get(adapter)
         if marks is not None and _read_marks(adapter[1]) == marks:
@@ -81,7 +81,7 @@ class LoadedAdapters:
         return False
 
     def take_digests(self) -> dict[Adapter, bytes | None]:
-        """Return the digests that are new since the last call, by adapter; None for an adapter that is excluded."""
+        """Return the digests of adapters' files since the last call, by adapter; None for an excluded adapter."""
         with self._lock:
             digests, self._new_digests = self._new_digests, {}
         return digests
@@ -103,19 +103,21 @@ class LoadedAdapters:
         self._exclude(adapter)
 
     def _exclude(self, adapter: Adapter) -> None:
-        """Exclude an adapter: its requests never use the pool again."""
+        """Exclude an adapter: requests with this adapter never use the pool again."""
         with self._lock:
             if self._marks.get(adapter, ()) is not None:
                 logger.warning(
-                    "Adapter %s (%s) is not a folder here, or has changed; its requests do not use the pool", *adapter
+                    "LoRA adapter %s (%s) is not a folder on this machine, or its files have changed; requests with it "
+                    "do not use the pool",
+                    *adapter,
                 )
                 self._new_digests[adapter] = None
             self._marks[adapter] = None
 
     def _begin_digest(self, adapter: Adapter) -> None:
-        """Compute the digest of the adapter's files on a thread. The caller holds the lock.
+        """Begin to compute the digest of an adapter's files on another thread. The caller holds the lock.
 
-        The thread is a daemon, because a file system that hangs must not prevent the end of the process.
+        That thread is a daemon, because a file system that hangs must not prevent the end of the process.
         """
         self._unread.put(adapter)
         if self._thread is None:
@@ -135,14 +137,14 @@ class LoadedAdapters:
 
 
 class KnownAdapters:
-    """Digests of adapters in the scheduler, from the reports of all ranks. Used only on the scheduler's thread."""
+    """Digests of LoRA adapters' files, as all ranks report them. Used only on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._digests: dict[Adapter, list[bytes | None]] = {}
         self._excluded: set[Adapter] = set()
 
     def add_digests(self, reported: Mapping[Adapter, Iterable[bytes | None]]) -> None:
-        """Record the digests that ranks report for each adapter, or None if the rank has excluded it."""
+        """Record the digests that ranks report for each adapter; None from a rank that has excluded the adapter."""
         for adapter, digests in reported.items():
             self._digests.setdefault(adapter, []).extend(digests)
 
@@ -163,7 +165,7 @@ class KnownAdapters:
 
 
 def _read_marks(path: str) -> _Marks | None:
-    """Return names and ``_STAT_FIELDS`` of the files in a folder, which show a change, or None if it is missing."""
+    """Return name and ``_STAT_FIELDS`` of each file in a folder, which show a change; None for a missing folder."""
     try:
         files = [(file.name, file.stat()) for file in sorted(Path(path).expanduser().iterdir()) if file.is_file()]
     except OSError:
@@ -192,14 +194,14 @@ _GROUP_TAG = b"kvstore.vllm.group.v1\0"
 def name_blocks(
     block_hashes: Sequence[bytes], adapter: bytes = b"", epoch: bytes = b"", group: bytes = b""
 ) -> list[bytes]:
-    """Return the name of each block in the pool, of 32 bytes.
+    """Return the names that blocks have in the pool, each of 32 bytes.
 
     Args:
-        block_hashes: vLLM's hashes of the blocks, of 32 bytes.
-        adapter: digest of the request's LoRA adapter; empty: the request has no adapter.
-        epoch: random bytes that give this instance's blocks other names after its weights were changed in place; empty:
-            the weights were not changed.
-        group: identification of a KV cache group; empty: the model has one group, with full attention.
+        block_hashes: vLLM's hashes of the blocks, each of 32 bytes.
+        adapter: digest of the request's LoRA adapter; empty if the request has no adapter.
+        epoch: random bytes that give this instance's blocks other names after its weights were changed in place; empty
+            if the weights were not changed.
+        group: identification of a KV cache group; empty if the model has one group, with full attention.
     """
     if not adapter and not epoch and not group:
         return list(block_hashes)

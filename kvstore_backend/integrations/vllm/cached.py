@@ -27,7 +27,9 @@ _POLL_SECONDS = 0.5
 
 
 class CachedBlocks:
-    """Source of blocks for a ``Refill``. The refill's thread calls it; only the scheduler's thread uses vLLM's blocks.
+    """Blocks in vLLM's own cache that were saved to the pool, from which a ``Refill`` saves lost blocks again.
+
+    The refill's thread calls the methods, but only the scheduler's thread uses vLLM's blocks.
 
     Args:
         pools: the pools of all ranks.
@@ -56,7 +58,7 @@ class CachedBlocks:
         self._places: dict[bytes, tuple[int, Any]] = {}  # name -> block, and its hash at that time
 
     def note_blocks(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Record blocks that are saved to the pool, or were saved. Called on the scheduler's thread."""
+        """Record blocks that have been or are being saved to the pool. Called on the scheduler's thread."""
         # The first block is recorded last, so that it is dropped last: it is useful without the blocks after it.
         for name, block in reversed(list(zip(names, blocks, strict=True))):
             if (block_hash := getattr(self._find_block(block), "block_hash", None)) is not None:
@@ -66,28 +68,28 @@ class CachedBlocks:
             del self._places[next(iter(self._places))]
 
     def forget_all(self) -> None:
-        """Drop all records, because the same hashes may now mean other bytes. Called on the scheduler's thread."""
+        """Drop all records of blocks: the same hashes may now mean other bytes. Called on the scheduler's thread."""
         self._places.clear()
 
     def withhold_blocks(self) -> None:
-        """Drop all records, because an operator cleared the pool. Called on the refill's thread.
+        """Drop all records of blocks, because an operator cleared the pool. Called on the refill's thread.
 
         When the next request uses a cached block, vLLM saves and records the block again.
         """
         self._places = {}
 
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
-        """Return the names of up to ``most`` recorded blocks that vLLM still has, the last recorded first."""
+        """Return the names of up to ``most`` recorded blocks that vLLM still caches, the last recorded first."""
         names = list(self._places)
         names.reverse()
         return [name for name in names if self._find(name) is not None][:most]
 
     def save_again(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Save the blocks again that vLLM still has.
+        """Save those of the blocks ``names`` to the pool again that vLLM still caches.
 
         Returns:
-            The number of blocks that were saved again, and the number that the pools of all ranks have now. If no step
-            of vLLM saves them in time: the number of ``names``, and 0.
+            The number of blocks that were saved again, and how many of them the pools of all ranks have now. If no step
+            of vLLM saves the blocks in time: the number of ``names``, and 0.
         """
         tried: queue.SimpleQueue[Sequence[bytes]] = queue.SimpleQueue()
         given_up = threading.Event()
@@ -107,7 +109,7 @@ class CachedBlocks:
         return len(saved), min(pool.exists(saved, for_all=True).count(Status.OK) for pool in self._pools)
 
     def close(self) -> None:
-        """End a running ``save_again``, and all later ones, without a wait."""
+        """Make a running ``save_again``, and all later ones, return without saving blocks."""
         self._is_closed = True
 
     def _wait_for(self, tried: queue.SimpleQueue[Sequence[bytes]]) -> Sequence[bytes] | None:
@@ -119,7 +121,7 @@ class CachedBlocks:
         return None
 
     def end_round(self, names: Sequence[bytes]) -> None:
-        """Restore the order in which vLLM reuses the blocks: the saves have changed it."""
+        """Restore the order in which vLLM reuses the memory of the blocks, which saving them has changed."""
 
         def put_in_order() -> None:
             places = [self._find(name) for name in reversed(names)]
@@ -128,6 +130,6 @@ class CachedBlocks:
         self._post(put_in_order)
 
     def _find(self, name: bytes) -> int | None:
-        """Return the id of the block with this name if the block still has its contents; otherwise None."""
+        """Return the number of the block with this name; None if vLLM has reused the block for other contents."""
         block, block_hash = self._places.get(name, (0, None))
         return block if block_hash is not None and self._find_block(block).block_hash == block_hash else None

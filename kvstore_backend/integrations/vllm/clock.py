@@ -10,59 +10,52 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["DeviceClock", "HostClock", "Mark", "StepClock"]
-
-
-class StepClock(Protocol):
-    """Interface of a clock that measures successive steps. All calls come from the thread that runs the steps."""
-
-    def begin(self) -> None:
-        """Record the beginning of a step."""
-
-    def end(self, num_tokens: int) -> None:
-        """Record that all work of the step is queued. A step with ``num_tokens`` 0 is not measured."""
-
-    def take_steps(self) -> list[tuple[int, float]]:
-        """Return the tokens and the seconds of each measured step that ended since the last call."""
+__all__ = ["DeviceClock", "HostClock", "Mark"]
 
 
 class HostClock:
-    """Clock for engines that compute on the host. A step has ended when ``end`` is called."""
+    """Clock that measures the steps of an engine on the host, where a step has ended when ``end`` is called.
+
+    All calls come from the thread that runs the steps.
+    """
 
     def __init__(self) -> None:
         self._begun = 0.0
         self._steps: list[tuple[int, float]] = []
 
     def begin(self) -> None:
+        """Record the beginning of a step."""
         self._begun = time.monotonic()
 
     def end(self, num_tokens: int) -> None:
+        """Record that all work of the step is queued. A step with ``num_tokens`` 0 is not measured."""
         if num_tokens:
             self._steps.append((num_tokens, time.monotonic() - self._begun))
 
     def take_steps(self) -> list[tuple[int, float]]:
+        """Return the tokens and the seconds of each measured step that ended since the last call."""
         taken, self._steps = self._steps, []
         return taken
 
 
 class Mark(Protocol):
-    """Interface of a device's event that records its time, such as ``torch.cuda.Event``."""
+    """Interface of an event of a GPU that records a time, such as ``torch.cuda.Event``."""
 
     def record(self) -> object:
-        """Queue this event after all work in the current stream."""
+        """Queue this event behind all work in the GPU's current stream."""
 
     def query(self) -> bool:
-        """Return whether the work before this event has ended."""
+        """Return whether the GPU has ended the work before this event."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Return the milliseconds from this event to ``end_event``."""
 
 
 class DeviceClock:
-    """Clock for engines that queue their work on a device. It measures the time of the device, not of the host.
+    """Clock with the methods of ``HostClock`` that measures the steps of an engine on a GPU, by the GPU's own time.
 
     Args:
-        make_mark: returns a new event of the device.
+        make_mark: returns a new event of the GPU.
     """
 
     def __init__(self, make_mark: Callable[[], Mark]) -> None:

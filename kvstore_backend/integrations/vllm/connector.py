@@ -94,7 +94,7 @@ class _Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Connector in vLLM's scheduler or in a worker; ``role`` selects one.
+    """KV connector that vLLM creates in its scheduler and in each worker; ``role`` says in which.
 
     Raises:
         ConfigError: the connector's configuration, or a setting of vLLM, cannot be used with the pool.
@@ -137,7 +137,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because a save that is dropped only causes a later miss."""
+        """Whether each save must succeed: False, because a save that is dropped only causes a later miss."""
         return False
 
     def shutdown(self) -> None:
@@ -196,7 +196,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._planner.on_report(connector_output.kv_connector_worker_meta.report)
 
     def take_events(self) -> list[BlockStored]:
-        """Return a KV event for the blocks that were stored in the pool. vLLM publishes the events with its own.
+        """Return KV events for the blocks that were stored in the pool, which vLLM publishes with its own events.
 
         The events have no tokens, because vLLM's own events for the same hashes have them.
         """
@@ -223,9 +223,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None  # blocks that are being saved are pinned, so vLLM may release its own references
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must make further steps, because the end of a transfer is reported only in a step.
+        """Return whether vLLM must make further steps: the end of a transfer is reported only in a step.
 
-        A transfer that hangs does not need steps.
+        A transfer that hangs needs no steps.
         """
         return self._scheduler is not None and self._scheduler.is_moving
 
@@ -265,7 +265,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _Rank(self._worker.namespace, self._worker.family) if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step. vLLM calls this before all other methods of the step."""
+        """Begin a step in a worker. vLLM calls this before all other methods of the step."""
         super().bind_connector_metadata(connector_metadata)
         self._has_saved = False
         if self._worker is not None:
@@ -275,7 +275,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._mover.start_loads(self._get_connector_metadata().plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return immediately, because vLLM schedules a request only after its load has ended."""
+        """Return immediately, because vLLM schedules a request only after the load of its blocks has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing, because blocks are saved after the forward pass."""
@@ -283,9 +283,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """Begin to save the blocks that are full after this step's forward pass.
 
-        The saves need not end before the next step, because full blocks do not change. Only for a prefill request this
-        method waits until the blocks are in the pool: after the response, a decode instance looks them up. A second
-        call in the same step does nothing.
+        The saves need not end before the next step, because full blocks do not change. Only for a prefill request, this
+        method waits until the blocks are in the pool, because a decode instance looks them up after the response. A
+        second call in the same step does nothing.
         """
         if self._has_saved:
             return
@@ -298,9 +298,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests with loads that ended or failed.
 
-        vLLM calls four methods at the end of a step. This method is the first one, and takes the outcomes for all four.
-        vLLM reads the counts after it. The counts must include all transfers that are reported in this step, because no
-        further step may follow. vLLM has queued the forward pass before.
+        vLLM calls four methods at the end of a step. This method is the first one, and collects the outcomes for all
+        four. vLLM reads the counts after this call, and possibly no further step follows, so the counts must include
+        all transfers that are reported in this step. vLLM has queued the forward pass before.
         """
         if self._saves_unasked:
             self.wait_for_save()
@@ -314,7 +314,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if self._report.is_empty else _Report(self._report)
 
     def _pick(self, block_ids: Any) -> Any:
-        """Return the block ids in the form that the scheduler's half expects: a list, or one list for each group."""
+        """Return vLLM's block ids as the scheduler's half needs them: a list, or for several groups a list for each."""
         return block_ids[0] if self._is_plain else block_ids
 
     @property
@@ -335,14 +335,14 @@ def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
             raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{suggest_name(name, _OPTIONS)}')
     config = read_config(extra.get("pool"))
     if config is None:
-        raise ConfigError("the configuration turns the pool off; leave --kv-transfer-config out")
+        raise ConfigError("the configuration of the pool turns it off; leave --kv-transfer-config out")
     if isinstance(config.store, MemorySettings):
         raise ConfigError("a memory pool belongs to one process, but vLLM has several; use a mooncake or a file pool")
     return config.require_plain("KVStoreConnector")
 
 
 def _read_prefill_wait(transfer: Any) -> float:
-    """Read ``prefill_wait_s``: the seconds for which a prompt waits for a prefill instance; default 0: no wait."""
+    """Read ``prefill_wait_s``: the seconds for which a prompt waits for a prefill instance (default 0, no wait)."""
     seconds = transfer.kv_connector_extra_config.get("prefill_wait_s", 0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
         raise ConfigError(
@@ -356,7 +356,7 @@ def _read_prefill_wait(transfer: Any) -> float:
 
 
 def _lookup_only(config: PoolConfig) -> PoolConfig:
-    """Return the configuration for the scheduler's process, which gives no memory to the pool and moves no blocks."""
+    """Return ``config`` for the scheduler's process, which gives no memory to the pool and moves no blocks."""
     store = config.store
     if isinstance(store, MooncakeSettings):
         store = replace(store, global_segment_size=0, local_buffer_size=_LOOKUP_BUFFER)

@@ -18,7 +18,7 @@ OUTCOMES = ("ok", "absent", "failed", "dropped")
 
 
 class Counts:
-    """Counters of one namespace, such as ``load ok`` (blocks), ``load bytes`` and ``load seconds``.
+    """Counters of blocks, bytes and seconds in one namespace, such as ``load ok``, ``load bytes``, ``load seconds``.
 
     Several threads may call the methods.
     """
@@ -40,12 +40,12 @@ class Counts:
                     self._counts[f"{operation} {figure}"] += number  # type: ignore[assignment]
 
     def add_decision(self, decision: Decision) -> None:
-        """Count the decision to load or to compute, for a request with blocks in the pool."""
+        """Count a decision for a request with blocks in the pool: to load the blocks, or to compute them."""
         with self._lock:
             self._counts[f"decide {decision}"] += 1
 
     def pop_counts(self) -> dict[str, dict[str, float]]:
-        """Return all counts since the last call, by namespace, and reset them; empty if nothing was counted."""
+        """Return the counts since the last call, by namespace, and reset them; empty if nothing was counted."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return {self.namespace: dict(taken)} if taken else {}

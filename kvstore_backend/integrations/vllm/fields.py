@@ -39,7 +39,7 @@ _EVENTS = "it only decides how other processes receive events"
 
 
 class Kind(NamedTuple):
-    """Fields of one class of vLLM. The names of the fields are separated by spaces."""
+    """Names of the fields of one class in vLLM's configuration, separated by spaces."""
 
     counted: str = ""
     """Fields that are part of the namespace."""
@@ -256,11 +256,11 @@ _NOISE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 
 
 def classify(kind: str, name: str) -> str:
-    """Return ``"counted"``, ``"nested"``, the reason why a field is left out, or ``""`` for an unknown field.
+    """Return what the table says of a field: ``"counted"``, ``"nested"``, a reason to leave it out, or ``""``.
 
     Args:
-        kind: name of the field's class.
-        name: name of the field.
+        kind: name of the class that has the field.
+        name: name of the field. The result is ``""`` for a field that is not in the table.
     """
     fields = FIELDS.get(kind, Kind())
     for verdict, names in (("counted", fields.counted), ("nested", fields.nested), *fields.left_out.items()):
@@ -314,7 +314,7 @@ def _find_default(field: dataclasses.Field[Any]) -> object:
 
 
 def _describe(value: Any) -> object:
-    """Convert a value for JSON. Equal values have equal results, except objects of unknown classes."""
+    """Return a value that JSON can represent. Equal values have equal results, except objects of unknown classes."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum):
@@ -332,7 +332,7 @@ def _describe(value: Any) -> object:
 
 
 def describe_config(config: Any) -> object:
-    """Return a digest of a model's configuration in transformers, without its folder, origin and version."""
+    """Return a digest of a model's configuration as transformers has it, without folder, origin and version."""
     read = getattr(config, "to_dict", None)
     if read is None:
         return _describe(config)

@@ -40,7 +40,7 @@ Tables = Sequence[Sequence[int]]
 
 
 class HybridSchedulerHalf(SchedulerHalf):
-    """Plans the loads and saves of a model with several groups.
+    """Plans the loads and saves of one vLLM scheduler for a model with several KV cache groups.
 
     Args:
         backend: the pool's backend, for look-ups; ``close`` closes it.
@@ -118,7 +118,7 @@ class HybridSchedulerHalf(SchedulerHalf):
     def _look_up_in(self, wanted: _Wanted, unknown: set[Status]) -> Exists:
         """Return a function that looks up blocks in the pools of all ranks.
 
-        The function adds ``FAILED`` to ``unknown`` if a pool does not answer.
+        If a pool does not answer, the function adds ``Status.FAILED`` to the set ``unknown``.
         """
 
         def exists(blocks: Sequence[tuple[int, int]]) -> list[bool]:
@@ -147,7 +147,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             if needed and (needed[-1] >= len(blocks[number]) or self._has_null(blocks[number][needed[0] :])):
                 # A load without blocks counts as failed, so the request computes its tokens.
                 logger.error(
-                    "request %s is not loaded: vLLM allocated no blocks of group %s for it",
+                    "Blocks of request %s are computed instead of loaded: vLLM allocated too few blocks of group %s",
                     request.request_id,
                     group.name,
                 )
@@ -221,7 +221,7 @@ class HybridSchedulerHalf(SchedulerHalf):
 
 
 class _Namer:
-    """Computes the names of blocks in the pool, for each group."""
+    """Computes the names that the blocks of each KV cache group have in the pool."""
 
     def __init__(self, groups: Sequence[Group], hash_block_size: int) -> None:
         self._groups = groups
@@ -244,9 +244,10 @@ class _Namer:
 
 @dataclass(frozen=True)
 class _Wanted(Sequence[bytes]):
-    """Units of a request from ``first`` to ``end``. It computes the names of their blocks, which depend on the group.
+    """Units ``first`` to ``end`` of a request, as the blocks that a look-up wants in all groups.
 
-    As a sequence, it has only a length: an index raises ``TypeError``.
+    As a sequence, this object has only a length, the number of units. An index raises ``TypeError``, because the name
+    of a block also depends on its group (``name``).
     """
 
     namer: _Namer

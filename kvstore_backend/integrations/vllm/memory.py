@@ -35,8 +35,10 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class _Layer:
-    """Places of blocks in one layer: block ``b`` has ``nbytes`` bytes at ``address + b * stride + offset``, for each
-    offset."""
+    """Places of blocks in one layer.
+
+    Block ``b`` has ``nbytes`` bytes at ``address + b * stride + offset``, for each of ``offsets``.
+    """
 
     address: int
     stride: int
@@ -45,7 +47,7 @@ class _Layer:
 
 
 class KVMemory:
-    """Description of a worker's KV memory, for one group of layers.
+    """Describes a worker's KV memory for one group of layers: where the bytes of each block are.
 
     Args:
         tensors: vLLM's ``kv_caches``: layer name -> tensor. Layers that share one tensor count once.
@@ -99,12 +101,12 @@ class KVMemory:
                 _prefer_large_pages(span)
 
     def list_allocations(self) -> list[Span]:
-        """Return the allocations that contain all tensors."""
+        """Return the allocations of memory that contain all tensors of KV."""
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
 
     def merge_layers(self) -> tuple[Any, ...]:
-        """Return one tensor ``[kernel block, layer, ...]`` for all layers if possible, otherwise ``tensors``.
+        """Return one tensor ``[kernel block, layer, ...]`` for all layers, or the separate tensors if necessary.
 
         With one tensor, the copy of a block takes one operation. The tensors can be merged if they are in one
         allocation at equal distances, and each layer's part of a block is before the next layer's part, so that the
@@ -129,7 +131,7 @@ class KVMemory:
         return (first.as_strided(shape, (strides[0], distance, *strides[1:]), offsets[0]),)
 
     def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
-        """Return the spans of each block. The order is the same in every instance with the same ``layout``."""
+        """Return the spans of each block, in an order that is the same in all instances with the same ``layout``."""
         return [
             [
                 Span(layer.address + block * layer.stride + offset, layer.nbytes)
@@ -152,7 +154,7 @@ class KVMemory:
         return CudaDevice(self.tensors[0].device).record_event()
 
     def make_mark(self) -> Mark:
-        """Return a new event of the GPU that measures time, not recorded yet."""
+        """Return a new event that can record the GPU's time."""
         from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
 
         return CudaDevice(self.tensors[0].device).make_mark()
@@ -165,7 +167,7 @@ class KVMemory:
             CudaDevice(self.tensors[0].device).bind_thread()
 
     def layout_of(self, heads: int) -> str:
-        """Return the ``layout`` that this memory would have with ``heads`` heads. Needs memory with ``axes``."""
+        """Return the ``layout`` that this memory would have with ``heads`` heads; ``axes`` must not be empty."""
         tensor = self.tensors[0]
         axes = [(name, heads if name == "h" else n, stride) for name, n, stride in self._order_axes(tensor, keep="h")]
         return _describe_layout([axis for axis in axes if axis[1] > 1], str(tensor.dtype))
@@ -214,10 +216,10 @@ class KVMemory:
 
 
 class GroupedMemory:
-    """Description of a worker's KV memory, for several groups of layers. A block is ``group * num_blocks + id``.
+    """Describes a worker's KV memory for several groups of layers. The index of a block is ``group * num_blocks + id``.
 
     Args:
-        groups: description for each group. All groups use the same allocations.
+        groups: memory of each group. All groups use the same allocations.
     """
 
     def __init__(self, groups: Sequence[KVMemory]) -> None:
@@ -244,7 +246,7 @@ class GroupedMemory:
         return list(dict.fromkeys(span for group in self.groups for span in group.list_allocations()))
 
     def locate_blocks(self, blocks: Iterable[int]) -> list[Value]:
-        """Return the spans of each block. The order is the same in every instance with the same layouts."""
+        """Return the spans of each block, in an order that is the same in all instances with the same layouts."""
         return [value for number, block in self._split(blocks) for value in self.groups[number].locate_blocks([block])]
 
     def count_bytes(self, blocks: Iterable[int]) -> int:
@@ -252,7 +254,7 @@ class GroupedMemory:
         return sum(self.groups[number].block_bytes for number, _ in self._split(blocks))
 
     def clear_blocks(self, blocks: Iterable[int]) -> None:
-        """Set blocks to zero after a failed read, in the layers of their groups."""
+        """Set blocks to zero after a failed read, each in the layers of its group."""
         for number, block in self._split(blocks):
             self.groups[number].clear_blocks([block])
 
@@ -262,7 +264,7 @@ class GroupedMemory:
 
 
 def _prefer_large_pages(span: Span) -> None:
-    """Advise the system to use large pages for memory that is written for the first time. It may ignore the advice.
+    """Advise the operating system, which may ignore this, to use large pages for memory that was not written yet.
 
     By default, memory is allocated in pages of 4 KiB at the first write, which is slow: on a busy machine, a load of
     15 MiB took 350 ms into memory that was never written, and 18 ms into memory that was written before.

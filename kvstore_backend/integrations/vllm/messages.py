@@ -21,7 +21,7 @@ __all__ = ["Plan", "Report", "Transfer"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One load or save of blocks.
+    """One load or save of blocks, which the scheduler plans and the workers carry out.
 
     Attributes:
         number: id of the transfer, unique within one scheduler.
@@ -83,11 +83,11 @@ class Report:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the report contains nothing."""
+        """Whether the report has nothing that the scheduler must learn."""
         return not (self.ended or self.short or self.loads or self.steps or self.adapters or self.saved)
 
     def add_report(self, other: Report) -> None:
-        """Add the report of another rank to this report."""
+        """Add ``other``, the report of another rank, to this report."""
         self.ended.update(other.ended)
         self.saved.update(other.saved)
         self.short |= other.short

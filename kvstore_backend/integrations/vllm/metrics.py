@@ -21,11 +21,11 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Drop all counts."""
+        """Drop all counts of blocks, bytes and seconds."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Return whether nothing was counted."""
+        """Return whether there are no counts."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
@@ -33,7 +33,7 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
         return KVStoreStats(add_counts(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the counts for a line in vLLM's log, each with the first 8 characters of its namespace."""
+        """Return the counts for a line in vLLM's log, each with the first 8 digits of the namespace's digest."""
         return {
             f"{namespace[:8]} {name}": round(number, 3)
             for namespace, numbers in self.data.items()

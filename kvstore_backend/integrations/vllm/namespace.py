@@ -40,7 +40,7 @@ _STATE_FIELDS = (
 def _describe_layout(
     vllm_config: Any, kv_cache_config: Any, groups: Sequence[Group], memory: KVMemory | GroupedMemory
 ) -> str:
-    """Return the part of ``Namespace.layout`` that depends on the memory, the groups and the pipeline stage."""
+    """Return the part of ``Namespace.layout`` that describes KV memory, groups of layers and pipeline stage."""
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
     if not isinstance(memory, GroupedMemory) and num_stages == 1:
         return memory.layout
@@ -73,7 +73,7 @@ def build_namespace(
     memory: KVMemory | GroupedMemory,
     kv_caches: dict[str, Any],
 ) -> Namespace:
-    """Return the namespace of this worker's blocks: everything that can change the blocks' bytes."""
+    """Return the namespace of a vLLM worker's blocks: everything that can change the bytes of the blocks."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in list_specs(group.kv_cache_spec)]
     spec = next((spec for spec in specs if type(spec) is not MambaSpec), None)
@@ -102,7 +102,7 @@ def build_namespace(
 
 
 def find_readable_family(vllm_config: Any, namespace: Namespace, memory: KVMemory) -> ShardingFamily | None:
-    """Return the family of shardings that this worker can read; None if it can read only its own sharding."""
+    """Return the shardings of which a worker can read blocks; None if it can read only its own sharding."""
     model = vllm_config.model_config
     heads = dict(memory.axes).get(HEAD)
     is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -119,7 +119,7 @@ def find_readable_family(vllm_config: Any, namespace: Namespace, memory: KVMemor
 
 
 def collect_instance_facts(vllm_config: Any) -> dict[str, str]:
-    """Return facts for the manifest: of the checkpoint, and the settings that are part of ``Namespace.model``."""
+    """Return facts for the manifest: about the checkpoint, and the settings that are part of ``Namespace.model``."""
     folder = find_checkpoint(vllm_config.model_config, vllm_config.load_config.download_dir)
     settings = {f"setting {name}": value for name, value in _collect_settings(vllm_config).items()}
     software = f"vLLM {vllm.__version__}"

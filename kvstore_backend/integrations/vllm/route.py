@@ -28,10 +28,10 @@ _CUDA_WHEELS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 
 
 def read_route(extra: Mapping[str, object]) -> Route | None:
-    """Return the route in ``kv_connector_extra_config``; None if there is none.
+    """Return the route that ``memory`` in ``kv_connector_extra_config`` names; None if it names none.
 
     Raises:
-        ConfigError: the value is not a route.
+        ConfigError: the value of ``memory`` is not a route.
     """
     named = extra.get("memory")
     for route in _ROUTES:
@@ -57,7 +57,7 @@ def choose_route(named: Route | None, memory: KVMemory | GroupedMemory, config: 
 
 
 def open_route(route: Route, memory: KVMemory | GroupedMemory, pool: BlockPool) -> TransferMemory:
-    """Return the object with which transfers reach ``memory`` on the route; register the memory with the pool."""
+    """Return the object through which transfers on ``route`` reach KV memory; register its memory with the pool."""
     if route == "staged":
         if isinstance(memory, GroupedMemory):
             from kvstore_backend.staging import StagedGroups

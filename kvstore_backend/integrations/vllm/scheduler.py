@@ -65,7 +65,7 @@ _PUSH_SECONDS = 30.0
 
 
 class Request(Protocol):
-    """Members of vLLM's ``Request`` that this module uses."""
+    """Interface of vLLM's class ``Request``, as far as the connector uses it."""
 
     request_id: str
     num_computed_tokens: int
@@ -86,7 +86,7 @@ class Request(Protocol):
 
 
 class Blocks(Protocol):
-    """Members of vLLM's ``BlockPool`` that this module uses."""
+    """Interface of vLLM's class ``BlockPool`` (blocks and their reference counts), as far as the connector uses it."""
 
     @property
     def blocks(self) -> Sequence[Any]: ...
@@ -100,14 +100,15 @@ class Blocks(Protocol):
 
 @dataclass
 class _Tracked:
-    """Request that has blocks of vLLM.
+    """Request to which vLLM has given blocks.
 
     Attributes:
-        num_saved: number of its leading blocks that are in the pool or are being saved.
-        num_noted: number of its leading blocks that ``CachedBlocks`` has recorded.
-        is_loading: whether a load of its blocks has not ended.
-        is_stale: whether its blocks may not match their names, because they are older than a reset of the cache, or
-            some are missing. Then no more blocks of the request are saved.
+        request: the request.
+        num_saved: number of the request's leading blocks that are in the pool or are being saved.
+        num_noted: number of the request's leading blocks that ``CachedBlocks`` has recorded.
+        is_loading: whether a load of the request's blocks has not ended.
+        is_stale: whether blocks may not match their names, because they are older than a reset of the cache, or some
+            are missing. Then no more blocks of the request are saved.
     """
 
     request: Request
@@ -124,7 +125,7 @@ class _Lookup:
     Attributes:
         first: place of the first block in the prompt.
         names: names of the blocks from ``first`` on.
-        answer: result of the last look-up.
+        answer: future with the result of the last look-up.
         begun_at: time when the last look-up began.
         found_at: time when the last new block was found.
         found: number of leading blocks that were found.
@@ -143,9 +144,9 @@ class _Lookup:
 
 
 class Stored(NamedTuple):
-    """Successive blocks that all ranks have stored in the pool: vLLM's hashes of the blocks, and of their parent.
+    """Successive blocks that all ranks have stored in the pool: vLLM's hashes of the blocks and of their parent.
 
-    The parent is the block before the first one, or None if the first one begins the prompt.
+    The parent is the block before the first of them, or None if the first one begins the prompt.
     """
 
     block_hashes: Sequence[bytes]
@@ -153,7 +154,7 @@ class Stored(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Result of a look-up: number of leading blocks, and a ``Run`` if some of them come from another sharding."""
+    """Result of a look-up: the number of leading blocks that the pool has, and a ``Run`` if they have two shardings."""
 
     num_blocks: int
     run: Run | None
@@ -164,11 +165,15 @@ class _Pin:
     """Pinned blocks of a transfer. They are unpinned when all ranks have reported the end of the transfer.
 
     Attributes:
+        request_id: id of the request; empty for blocks that are saved again because the pool lost them.
+        blocks: numbers of the blocks.
         ranks: number of ranks that have not reported the end.
+        is_load: whether the transfer is a load.
         on_end: called after the blocks were unpinned.
-        stored: the blocks of a save, which ``take_stored`` returns when all ranks have stored them, or None if it must
-            not return them.
+        stored: the blocks of a save, which ``take_stored`` returns when all ranks have stored them, or None if
+            ``take_stored`` must not return them.
         num_unsaved: number of ranks that have not stored all blocks.
+        begun_at: time when the transfer was planned.
     """
 
     request_id: str
@@ -185,17 +190,17 @@ class SchedulerHalf:
     """Plans the loads and saves of one vLLM scheduler. All methods are called from vLLM's scheduler thread.
 
     Args:
-        backend: the pool's backend, for look-ups; ``close`` closes it.
+        backend: backend of the pool for look-ups; ``close`` closes it.
         block_size: tokens in a block.
         loads: whether blocks are looked up and loaded.
         saves: whether blocks are saved.
         prefill_wait_s: seconds for which a prompt waits for its next block from a prefill instance that received the
-            request at the same time; 0: no wait.
-        reports_stored: whether ``take_stored`` will be called.
+            request at the same time; with 0, prompts do not wait.
+        reports_stored: whether stored blocks are recorded for ``take_stored``.
         drops_last: whether the last block of a hit is computed, as in vLLM's own cache with EAGLE or MTP: there the
             draft layers' KV of a token depends on the next token, which the hash of the token's block may not cover.
-        num_rewritten: number of last computed tokens whose KV the next step may write again, as vLLM's MTP with several
-            modules does; they are saved later.
+        num_rewritten: number of last computed tokens with KV that the next step may write again, as vLLM's MTP with
+            several modules does; their blocks are saved later.
     """
 
     def __init__(
@@ -246,11 +251,11 @@ class SchedulerHalf:
         """Total number of look-ups that were begun, including repeated ones."""
 
     def learn_namespaces(self, namespaces: Sequence[Namespace], family: ShardingFamily | None = None) -> None:
-        """Begin to use the pool with the namespaces of all ranks, which the workers report. Before, all is a miss.
+        """Begin to use the pool, in the namespaces that the workers report. Before this call, every look-up is a miss.
 
         Args:
             namespaces: the namespace of each rank.
-            family: family of shardings of rank 0, or None if blocks of other shardings are not looked up.
+            family: shardings in which rank 0 can read blocks, or None if only the own sharding is looked up.
         """
         self._pools = [BlockPool(self._backend, namespace) for namespace in namespaces]
         if family is not None:
@@ -259,7 +264,7 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def bind_blocks(self, blocks: Blocks) -> None:
-        """Set vLLM's block pool, to pin blocks by its reference counts. Wrap its method ``reset_prefix_cache``.
+        """Set vLLM's block pool, whose reference counts pin blocks, and wrap its method ``reset_prefix_cache``.
 
         vLLM resets its cache only if no block has references, but saves to a slow pool hold references for a long time.
         So the wrapper releases the references of all transfers, resets the cache, and takes the references again.
@@ -270,10 +275,10 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def matched_tokens(self, request: Request, num_computed: int) -> int | None:
-        """Return the number of tokens after the first ``num_computed`` that the pool has, in full blocks.
+        """Return for how many tokens after the first ``num_computed`` the pool has full blocks that should be loaded.
 
-        Return None if the number is not known yet; vLLM asks again in the next step. At least one token of the prompt
-        remains to be computed, because vLLM needs its logits.
+        The result is None if the number is not known yet; vLLM then asks again in the next step. At least one token of
+        the prompt remains to be computed, because vLLM needs its logits.
         """
         first = num_computed // self._block_size
         # Another instance has saved no block with tokens that are written again, so a request must not wait for one.
@@ -300,7 +305,7 @@ class SchedulerHalf:
         return found * self._block_size if found > 0 and self._decide(lookup, found) == "load" else 0
 
     def on_allocation(self, request: Request, blocks: Callable[[], Any], num_external: int) -> None:
-        """Record that a request got ``blocks``, and plan the load of ``num_external`` tokens from the pool."""
+        """Record that vLLM gave ``blocks`` to a request, and plan the load of ``num_external`` tokens from the pool."""
         self._is_empty = False
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         lookup = self._lookups.pop(request.request_id, None)
@@ -313,7 +318,7 @@ class SchedulerHalf:
             tracked.num_noted = tracked.num_saved
 
     def plan_step(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Any]) -> Plan:
-        """Return the transfers that the workers begin in this step.
+        """Return the plan of the next step: the transfers that the workers begin in it.
 
         Args:
             scheduled: number of tokens that the step computes, by request id.
@@ -340,15 +345,15 @@ class SchedulerHalf:
         return Plan(loads, saves, awaited, sum(scheduled.values()) if computes_prompt else 0)
 
     def offer_states(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
-        """Record the recurrent states that this step computes at block boundaries. Called before ``plan_step``.
+        """Record the recurrent states that the next step computes at block boundaries. Called before ``plan_step``.
 
         Args:
             offers: request id -> for each state: index of the group, id of the block, number of tokens before the
-                boundary. Only models with several groups have states.
+                boundary. Only models with several groups have such states.
         """
 
     def on_request_end(self, request: Request, blocks: Any) -> None:
-        """Record the end of a request, and plan to save its last full blocks. Called before vLLM frees the blocks."""
+        """Plan to save the last full blocks of a request that has ended. Called before vLLM frees the blocks."""
         self._lookups.pop(request.request_id, None)
         self._short_loads.discard(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
@@ -363,7 +368,7 @@ class SchedulerHalf:
             self._counts.add_operation("save", dropped=missing)
 
     def on_report(self, report: Report) -> None:
-        """Process the workers' report: unpin the blocks of transfers that ended, and record durations and digests."""
+        """Process a report of the workers: unpin the blocks of ended transfers; record durations and digests."""
         for num_blocks, seconds in report.loads:
             self._load_or_compute.record_load(num_blocks, seconds)
         for num_tokens, seconds in report.steps:
@@ -383,11 +388,11 @@ class SchedulerHalf:
                 self._free_pin(pin)
 
     def forget_blocks(self) -> bool:
-        """Give all later blocks new names, because the weights may have changed, so that older blocks are not used.
+        """Give all later blocks new names, so that no block from before a change of the weights is used.
 
         Until its next start, this instance shares no blocks with other instances, because their weights may not have
-        changed. Requests that already have blocks save none of them. If vLLM's own cache was not reset, it may still
-        use older blocks: then nothing is loaded or saved until both resets succeed.
+        changed. Requests that already have blocks save none of them. If vLLM's own cache was not reset, vLLM may still
+        use older blocks of this cache: then nothing is loaded or saved until both resets succeed.
 
         Returns:
             Whether vLLM's own cache has no older blocks.
@@ -403,23 +408,23 @@ class SchedulerHalf:
             "The prefix cache was reset: this instance shares no blocks with other instances until its next start"
         )
         if self._is_stale:
-            logger.warning("vLLM's own cache was not reset: nothing is loaded or saved until both are reset")
+            logger.warning("vLLM's own cache was not reset: no blocks are loaded or saved until both caches are reset")
         return not self._is_stale
 
     @property
     def has_pins(self) -> bool:
-        """Whether a transfer has not ended, or waits for the next step."""
+        """Whether a transfer has not ended yet, or waits for the next step of vLLM."""
         return bool(self._pins) or not self._deferred.empty()
 
     @property
     def is_moving(self) -> bool:
-        """Whether vLLM must make steps for a transfer that may end soon. A transfer that hangs needs no steps."""
+        """Whether vLLM must make steps because a transfer may end soon. A transfer that hangs needs no steps."""
         oldest = time.monotonic() - _PUSH_SECONDS
         may_end = not self._deferred.empty() or any(pin.begun_at > oldest for pin in self._pins.values())
         return self.has_pins and may_end
 
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """Return all counts since the last call, by namespace."""
+        """Return the counts of blocks, bytes and seconds since the last call, by namespace."""
         return self._counts.pop_counts() if self._counts is not None else {}
 
     def take_stored(self) -> list[Stored]:
@@ -431,7 +436,7 @@ class SchedulerHalf:
         return stored
 
     def close(self) -> None:
-        """Close the pool; return after a short time even if it hangs."""
+        """Close the backend of the pool; return after a short time even if the pool hangs."""
         if self._refill is not None:
             self._refill.close()
         if self._cached is not None:
@@ -442,7 +447,7 @@ class SchedulerHalf:
         leaving.join(2.0)
 
     def _reset_cache(self, reset: Callable[[], bool]) -> bool:
-        """Reset vLLM's own cache while transfers pin blocks. Their blocks stay pinned."""
+        """Reset vLLM's own cache although transfers pin blocks, which stay pinned; return whether it was reset."""
         assert self._blocks is not None
         held = [self._find_blocks(pin.blocks) for pin in self._pins.values()]
         for blocks in held:
@@ -455,7 +460,7 @@ class SchedulerHalf:
         return self._is_empty
 
     def _is_prefill(self, request: Request) -> bool:
-        """Return whether a request is a prefill request: a decode instance will look up its blocks."""
+        """Return whether ``request`` is a prefill request, so that a decode instance will look up its blocks."""
         is_marked = bool((request.kv_transfer_params or {}).get("do_remote_decode"))
         return request.max_tokens == 1 and (is_marked or not self._loads)
 
@@ -475,7 +480,7 @@ class SchedulerHalf:
         return bool(self._pools) and now - self._ready_at < _TRUST_SECONDS
 
     def _wait_for_answer(self, lookup: _Lookup) -> int | None:
-        """Return the number of blocks that the last look-up found, or None if it has not ended."""
+        """Return the number of blocks that the last look-up found; None if that look-up has not ended in time."""
         start = time.monotonic()
         try:
             found, lookup.run = lookup.answer.result(self._patience)
@@ -486,9 +491,9 @@ class SchedulerHalf:
             self._patience = max(0.0, self._patience - (time.monotonic() - start))
 
     def _decide(self, lookup: _Lookup, found: int) -> Decision:
-        """Decide whether to load ``found`` blocks or to compute their tokens. A decision for a look-up does not change.
+        """Decide whether to load ``found`` blocks or to compute them. The decision for a look-up does not change.
 
-        vLLM may ask several times for a request, until it has free blocks.
+        vLLM may ask several times for one request, until vLLM has free blocks for it.
         """
         if lookup.decision is None:
             assert self._counts is not None
@@ -498,17 +503,17 @@ class SchedulerHalf:
             self._counts.add_decision(lookup.decision)
             if lookup.decision == "compute":
                 logger.info(
-                    "%d blocks are computed instead of loaded, because computing is faster: %s",
+                    "%d blocks in the pool are computed instead of loaded, because computing is faster: %s",
                     found,
                     self._load_or_compute,
                 )
         return lookup.decision
 
     def _is_prefilled_elsewhere(self, request: Request, lookup: _Lookup, found: int) -> bool:
-        """Return whether the request waits for blocks that a prefill instance saves; if so, repeat the look-up.
+        """Return whether a request must wait for blocks that a prefill instance saves; if so, repeat the look-up.
 
-        A preempted request does not wait, because it also needs blocks of its generated tokens, and prefill does not
-        save these.
+        A preempted request does not wait, because it also needs blocks of its generated tokens, and a prefill instance
+        does not save these.
         """
         if not self._prefill_wait_s or request.num_tokens > request.num_prompt_tokens:
             return False
@@ -533,7 +538,7 @@ class SchedulerHalf:
         return self._threads.submit(lambda: self._look_up(wanted, found_before))
 
     def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> _Found:
-        """Return the number of leading blocks that the pools of all ranks have.
+        """Look blocks up; return the number of leading blocks that the pools of all ranks have.
 
         Args:
             wanted: names of the blocks.
@@ -558,7 +563,7 @@ class SchedulerHalf:
         return _Found(count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Find, in other shardings, blocks after the first ``count``; return the run, or None if there are none."""
+        """Look up the blocks after the first ``count`` in other shardings; return the run, or None without any."""
         if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None
         by_rank = [pool.exists(wanted[count:]) for pool in self._pools]
@@ -566,25 +571,25 @@ class SchedulerHalf:
         return self._peers.extend_run([Status.OK] * count + rest, 0, lambda _: wanted)
 
     def _name_blocks(self, request: Request, first: int, end: int) -> list[bytes]:
-        """Return the names in the pool of blocks ``first`` to ``end``; empty if the blocks have no names yet."""
+        """Return the names that blocks ``first`` to ``end`` of a request have in the pool; empty if not known yet."""
         adapter = self._find_adapter(request)
         return [] if adapter is None else name_blocks(request.block_hashes[first:end], adapter, self._epoch)
 
     def _find_adapter(self, request: Request) -> bytes | None:
-        """Return the digest of a request's LoRA adapter: empty if it has none, None if the digest is not known."""
+        """Return the digest of a request's LoRA adapter: b"" without an adapter, None if the digest is not known."""
         return b"" if (lora := request.lora_request) is None else self._adapters.find_digest(lora, len(self._pools))
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
-        """Return the number of blocks that are full and have a hash when ``computed`` tokens are computed."""
+        """Return how many blocks of a request are full and have a hash after ``computed`` tokens were computed."""
         known = min(computed, tracked.request.num_tokens)  # the tokens of a step may include drafts
         return min(max(0, known - self._num_rewritten) // self._block_size, len(tracked.request.block_hashes))
 
     def _count_covered(self, blocks: Any) -> int:
-        """Return the number of tokens for which a request's blocks have space."""
+        """Return the number of tokens for which ``blocks`` of a request have space."""
         return len(blocks) * self._block_size
 
     def _pin_load(self, request: Request, lookup: _Lookup, end: int, blocks: Any) -> Transfer:
-        """Pin the blocks of a look-up up to the place ``end``, and return their load."""
+        """Pin the blocks that a look-up found before the index ``end``, and return the transfer that loads them."""
         names = lookup.names[: end - lookup.first]
         return replace(self._pin_blocks(request, names, blocks[lookup.first : end], is_load=True), run=lookup.run)
 
@@ -625,7 +630,7 @@ class SchedulerHalf:
     def _pin_blocks(
         self, request: Request | None, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool
     ) -> Transfer:
-        """Pin ``blocks`` and return their transfer; ``request`` is None for blocks that are saved again."""
+        """Pin ``blocks`` and return the transfer; ``request`` is None for blocks that are saved again after a loss."""
         assert self._blocks is not None
         self._last_number += 1
         self._blocks.touch(self._find_blocks(blocks))
@@ -645,7 +650,7 @@ class SchedulerHalf:
         return [self._find_block(block) for block in blocks]
 
     def _watch_for_losses(self) -> None:
-        """Start the refill, which saves blocks again that the pool has lost, when namespaces and blocks are known."""
+        """Start the refill, which saves lost blocks again, if namespaces and vLLM's blocks are known."""
         if self._pools and self._blocks is not None and self._saves and self._refill is None:
             self._cached = CachedBlocks(
                 self._pools, self._find_block, self._deferred.put, self._save_again, self._touch_in_order

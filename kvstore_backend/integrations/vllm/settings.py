@@ -63,9 +63,10 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
 
 
 def _describe_special(vllm_config: Any) -> dict[str, object]:
-    """Return values that replace the values of some fields for the namespace, by ``<class>.<field>``.
+    """Return the values of some fields for the namespace, by ``<class>.<field>``, in place of the fields' own values.
 
-    The field's own value differs between instances with equal blocks, or is equal for instances with different blocks.
+    The own value of such a field differs between instances with equal blocks, or is equal in instances with different
+    blocks.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     rope = getattr(model.hf_text_config, "rope_parameters", None)

@@ -36,7 +36,7 @@ _SPECS = (*_FULL, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 
 
 def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
-    """Return the model's groups; raise ``ConfigError`` for a model or setting that the connector does not support."""
+    """Return a model's KV cache groups; raise ``ConfigError`` for a model or setting that is not supported."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
 
 
 def list_specs(spec: Any) -> list[Any]:
-    """Return the specs of a group's layers.
+    """Return the specs (vLLM's descriptions of KV) of a group's layers.
 
     In a worker, a group may have one spec for each layer. In the scheduler, vLLM uses the first spec for all layers.
     """
@@ -142,7 +142,8 @@ def _require_plain_groups(vllm_config: Any, kv_cache_config: Any, specs: Sequenc
         is_usual = group.enable_kv_transfer and not group.host_resident and not group.is_eagle_group
         if not is_usual or group.role is not KVCacheGroupRole.DEFAULT or not group.kv_cache_spec.prefix_cacheable:
             raise ConfigError(
-                "vLLM excludes one group of this model's layers from transfers; KVStoreConnector needs all groups"
+                "vLLM excludes one group of this model's layers from transfers, but KVStoreConnector needs all groups; "
+                "leave --kv-transfer-config out"
             )
 
 
@@ -177,7 +178,7 @@ def _require_causal(vllm_config: Any, spec: Any) -> None:
 
 
 def require_recompute(transfer: Any) -> None:
-    """Change vLLM's policy for failed loads to "recompute", with a line in the log, if it is another one."""
+    """Change vLLM's ``kv_load_failure_policy`` to "recompute" if it is another one, and log the change."""
     if transfer.kv_load_failure_policy != "recompute":
         logger.info(
             'kv_load_failure_policy is %r, which fails a request if a block was evicted; using "recompute" instead',
@@ -198,7 +199,7 @@ def warn_of_few_states(kv_cache_config: Any, groups: Sequence[Group]) -> None:
 
 
 def find_memory(kv_cache_config: Any, is_plain: bool, kv_caches: dict[str, Any]) -> KVMemory | GroupedMemory:
-    """Return a description of the worker's KV memory, for one group or several."""
+    """Return the description of a worker's KV memory, for one group of layers or several."""
     groups, num_blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     if is_plain:
         if type(groups[0].kv_cache_spec) is UniformTypeKVCacheSpecs:
@@ -223,6 +224,6 @@ def find_memory(kv_cache_config: Any, is_plain: bool, kv_caches: dict[str, Any])
 
 
 def describe_groups(groups: Sequence[Group]) -> str:
-    """Return text for operators, such as ``5 x sliding window 256 (blocks of 16 tokens), 1 x full attention (...)``."""
+    """Return the groups as text, such as ``5 x sliding window 256 (blocks of 16 tokens), 1 x full attention (...)``."""
     counted = collections.Counter(f"{group.name} (blocks of {group.block_size} tokens)" for group in groups)
     return ", ".join(f"{count} x {name}" for name, count in counted.items())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvstore_backend.integrations.vllm.adapters import LoadedAdapters
-from kvstore_backend.integrations.vllm.clock import HostClock, StepClock
+from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock
 from kvstore_backend.integrations.vllm.counts import Counts
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.integrations.vllm.messages import Report, Transfer
@@ -33,11 +33,11 @@ _SAVE_WAIT_SECONDS = 5.0
 
 @dataclass
 class Loaded:
-    """Loads that ended in one step.
+    """Requests and blocks of the loads that ended in one step.
 
     Attributes:
         requests: ids of all requests with loads that ended.
-        blocks: ids of the blocks that did not arrive, of requests that use their leading blocks.
+        blocks: ids of the blocks that did not arrive, of requests that can use the leading blocks that did.
         failed: ids of requests that must restart in other blocks, because a late call may still write to their blocks,
             or because the leading blocks are not useful alone (a model with several groups).
     """
@@ -68,7 +68,7 @@ class WorkerHalf:
         family: ShardingFamily | None = None,
         *,
         route: TransferMemory | None = None,
-        clock: StepClock | None = None,
+        clock: HostClock | DeviceClock | None = None,
     ) -> None:
         self.namespace = pool.namespace
         self.family = family
@@ -81,12 +81,12 @@ class WorkerHalf:
         self._saving: set[int] = set()
         self._loaded = Loaded()
         self._report = Report()
-        self._clock = clock or HostClock()
+        self._clock: HostClock | DeviceClock = clock or HostClock()
         route = route or open_route("direct", memory, pool)
         self._transfers = Transfers(pool, route, self._run_with_lock, start_thread=memory.bind_thread)
 
     def begin_step(self) -> None:
-        """Record the beginning of a step of the engine."""
+        """Record the beginning of a step of the engine, to measure the step."""
         self._clock.begin()
 
     def start_loads(self, loads: Iterable[Transfer]) -> None:
@@ -107,7 +107,7 @@ class WorkerHalf:
                     self._on_load_end(load, Outcome(0, 0.0, True))
 
     def start_saves(self, saves: Iterable[Transfer]) -> None:
-        """Begin to save blocks, which must be full."""
+        """Begin to save full blocks; ``take_outcomes`` reports the end of each save."""
         for save in saves:
             if save.adapter is not None and not self.adapters.is_unchanged(save.adapter):
                 self._drop_save(save)
@@ -129,15 +129,18 @@ class WorkerHalf:
             return True
         with self._lock:
             if not self._lock.wait_for(lambda: not awaited & self._saving, _SAVE_WAIT_SECONDS):
-                logger.warning("Saving blocks took more than %g s; decode may not find them", _SAVE_WAIT_SECONDS)
+                logger.warning(
+                    "Saving the blocks of a prompt took more than %g s; the decode instance may not find them",
+                    _SAVE_WAIT_SECONDS,
+                )
                 return False
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
     def end_step(self, num_tokens: int) -> None:
-        """Record that all work of a step was queued. The step is measured if ``num_tokens`` is not 0.
+        """Record that all work of a step was queued, so that the scheduler learns how fast prompts are computed.
 
-        ``num_tokens`` is 0 for a step without parts of prompts. The scheduler receives the duration of the step, to
-        decide whether loading is faster than computing.
+        ``num_tokens`` is the number of tokens in the step. It is 0 for a step without parts of prompts, which is not
+        measured.
         """
         self._clock.end(num_tokens)
 
@@ -154,11 +157,11 @@ class WorkerHalf:
         return loaded, report
 
     def take_counts(self) -> dict[str, dict[str, float]]:
-        """Return all counts since the last call, by namespace."""
+        """Return the counts of blocks, bytes and seconds since the last call, by namespace."""
         return self._counts.pop_counts()
 
     def close(self) -> None:
-        """Wait a short time for running saves, drop the others, and close the pool."""
+        """Wait a short time for running saves, drop the saves that have not begun, and close the pool."""
         self._transfers.close()
 
     def _drop_save(self, save: Transfer) -> None:
@@ -173,7 +176,7 @@ class WorkerHalf:
             event()
 
     def _read_run(self, load: Transfer, run: Run, read_leading: ReadLeading) -> int:
-        """Read the blocks of ``load``, some of them from the other sharding of ``run``; return how many were read.
+        """Read the blocks of ``load``, some of them from the sharding in ``run``; return how many were read.
 
         Both shardings have the same block size, so blocks have the same names in both.
         """

@@ -82,7 +82,7 @@ def test_a_model_that_is_nowhere_is_told_where_it_was_looked_for(tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         find_checkpoint(NAME, {"HOME": str(tmp_path)})
     sentence = str(caught.value)
-    assert sentence.startswith(f"model '{NAME}' is not a folder here")
+    assert sentence.startswith(f"model '{NAME}' is not a folder on this machine")
     assert str(tmp_path / NAME) in sentence
     assert str(tmp_path / ".cache/huggingface/hub/models--PaddlePaddle--ERNIE-4.5-0.3B-Paddle") in sentence
     assert f"hf download {NAME}" in sentence

@@ -551,10 +551,10 @@ def test_the_revision_that_is_served_is_the_one_that_counts(models: list[Path], 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_path": "PaddlePaddle/ERNIE"}, "not a folder here"),
-        ({"model_path": "/nowhere"}, "'/nowhere' is not a folder here"),
-        ({"key_cache_shape": "100,2"}, "--key_cache_shape is '100,2'; it must have four numbers"),
-        ({"mp_num": "two"}, "--mp_num is 'two'; it must be a number"),
+        ({"model_path": "PaddlePaddle/ERNIE"}, "not a folder on this machine"),
+        ({"model_path": "/nowhere"}, "'/nowhere' is not a folder on this machine"),
+        ({"key_cache_shape": "100,2"}, "--key_cache_shape is '100,2'; it must be four numbers"),
+        ({"mp_num": "two"}, "--mp_num is 'two'; it must be a whole number"),
     ],
 )
 def test_what_makes_no_namespace_is_refused(

@@ -563,7 +563,7 @@ def test_a_closed_backend_misses(attach: Attach) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"model_path": "Qwen/Qwen2.5"}, 'not a folder here; set "model_path"'),
+        ({"model_path": "Qwen/Qwen2.5"}, 'not a folder on this machine; set "model_path"'),
         ({"pool": "ftp://x"}, "scheme"),
     ],
 )
@@ -575,7 +575,7 @@ def test_what_cannot_be_used_is_refused(attach: Attach, extra: dict[str, Any], m
 def test_memory_that_holds_no_kv_is_refused(attach: Attach) -> None:
     host = HostMemory()
     host.kv_buffer = None  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="only a logical"):
+    with pytest.raises(ConfigError, match="contains no KV"):
         attach(host)
 
 
