@@ -182,30 +182,3 @@ def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happ
 
 def test_clients_are_told_the_cached_tokens_that_prefill_has_in_its_log(shared: System) -> None:
     check_cached_tokens(shared.router.url, [shared.prefill])
-
-
-def test_conversation_survives_decode_then_master_being_killed(tmp_path: Path, model: Path, cold: Instance) -> None:
-    messages = conversation("fault")
-    expected = text(ask(cold.url, messages, max_tokens=30))
-    with system(tmp_path, model) as parts:
-        url = parts.router.url
-        assert text(ask(url, messages, max_tokens=30)) == expected
-
-        parts.decode.process.kill()
-        refused = ask(url, messages, max_tokens=30)
-        assert refused["status"] in (502, 503), refused
-        assert "decode" in refused["error"]["message"]
-
-        towards = ("--router", f"127.0.0.1:{parts.router.port}")
-        with instance(tmp_path, model, *DECODE, *towards, port=parts.decode.port, master=parts.master) as decode:
-            wait_until(lambda: ask(url, messages, max_tokens=1)["status"] == 200, "the new decode instance to serve")
-            assert text(ask(url, messages, max_tokens=30)) == expected
-
-            parts.master.kill()
-            assert text(ask(url, messages, max_tokens=30)) == expected
-            new = conversation("a prompt nobody has seen")
-            assert text(ask(url, new, max_tokens=10)) == text(ask(cold.url, new, max_tokens=10))
-            decode.process.stop()
-            assert decode.process.exit_code == 0, decode.process.output
-        parts.prefill.process.stop()
-        assert parts.prefill.process.exit_code == 0, parts.prefill.process.output

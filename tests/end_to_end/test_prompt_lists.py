@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import openai
 import pytest
 
 from tests.end_to_end.cluster import Instance, Router, instance, router
-from tests.support.waiting import wait_until
 
 KEYS = "free: sk-free\nwhole: {key: sk-whole, tokens_per_sec: 1}\nstream: {key: sk-stream, tokens_per_sec: 1}\n"
 PROMPTS = ["The river runs", "Once upon a time " * 30, "Behind the hill"]
@@ -36,10 +33,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
 def client(served: tuple[Router, list[Instance]]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served[0].url}/v1", api_key="sk-free", max_retries=0, timeout=120) as found:
         yield found
-
-
-def is_idle(each: Instance) -> bool:
-    return not any(each.metric(f"fastdeploy:num_requests_{state}") for state in ("running", "waiting"))
 
 
 def test_each_prompt_has_its_answer_and_the_usage_counts_all(client: openai.OpenAI) -> None:
@@ -77,17 +70,3 @@ def test_a_client_is_charged_for_the_answers_to_all_prompts(served: tuple[Router
     assert b'"usage":null' not in answer.content
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) > 200  # at one token a second, for 300 of the answers
-
-
-def test_a_client_that_leaves_ends_the_answers_to_all_prompts(served: tuple[Router, list[Instance]]) -> None:
-    endless = {"prompt": PROMPTS * 4, "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "stream": True}
-    headers = {"authorization": "Bearer sk-free"}
-    with contextlib.ExitStack() as asking:
-        client = asking.enter_context(httpx.Client(trust_env=False, timeout=120, headers=headers))
-        url = f"{served[0].url}/v1/completions"
-        stream = asking.enter_context(client.stream("POST", url, json=endless))
-        lines = stream.iter_lines()  # httpx closes the connection when this generator is freed
-        next(lines)
-        wait_until(lambda: any(each.metric("fastdeploy:num_requests_running") > 1 for each in served[1]), "answers")
-    for each in served[1]:
-        wait_until(partial(is_idle, each), "no answer to run or to wait")

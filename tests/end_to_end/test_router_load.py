@@ -1,16 +1,13 @@
-"""Two mixed instances behind a router, as users meet them: curl, the openai client, and many streams at once."""
+"""Two mixed instances behind a router, as users meet them: cached tokens in the usage, and many streams at once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
 from tests.end_to_end.cluster import Instance, Router, check_cached_tokens, instance, router
@@ -29,26 +26,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
         with instance(folder, model, *towards) as first, instance(folder, model, *towards) as second:
             running.wait_for(mixed=2)
             yield running, [first, second]
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl(served: tuple[Router, list[Instance]]) -> None:
-    url = f"{served[0].url}/v1/chat/completions"
-    body = '{"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 5}'
-    argv = ["curl", "-sS", "--noproxy", "*", url, "-H", "Content-Type: application/json", "-d", body]
-    answer = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
-    assert answer["usage"]["completion_tokens"] <= 5
-    assert answer["choices"][0]["message"]["content"]
-
-
-def test_openai_client(served: tuple[Router, list[Instance]]) -> None:
-    with openai.OpenAI(base_url=f"{served[0].url}/v1", api_key="none") as client:
-        (model,) = client.models.list().data
-        answer = client.completions.create(model=model.id, prompt="Once upon a time", max_tokens=5, temperature=0)
-        with client.completions.create(
-            model=model.id, prompt="Once upon a time", max_tokens=5, temperature=0, stream=True
-        ) as stream:
-            assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
 
 
 def test_clients_are_told_the_cached_tokens_that_the_instances_have_in_their_logs(

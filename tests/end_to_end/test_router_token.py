@@ -21,7 +21,7 @@ def test_an_instance_registers_with_the_routers_token_and_else_says_why_not(tmp_
     with router(tmp_path, "--register-token-file", str(right), splitwise=False) as running_router:
         towards = ("--router", f"127.0.0.1:{running_router.port}")
         for flags, sentence in [
-            ((), "it requires a registration token; give the token's file with --router-token-file"),
+            ((), "it requires a token; give the file of the token with --router-token-file"),
             (("--router-token-file", str(wrong)), "the token in the file of --router-token-file is wrong"),
         ]:
             with instance(tmp_path, model, *towards, *flags) as refused:

@@ -117,24 +117,6 @@ def test_a_repetition_penalty_is_transformers_and_each_answers_own(qwen2: Checkp
     assert sum(penalized(prompt).tokens != qwen2.reference(prompt).tokens for prompt in PROMPTS) > len(PROMPTS) / 2
 
 
-def test_answers_equal_transformers_one_at_a_time(qwen2: Checkpoint) -> None:
-    with Engine(qwen2.folder, budget=1000) as engine:
-        for prompt in PROMPTS:
-            assert qwen2.reference(prompt).matches(engine.answer(prompt, MAX_TOKENS).wait())
-
-
-def test_answers_equal_transformers_in_chunks_and_batches_that_take_blocks_from_each_other(
-    qwen2: Checkpoint,
-) -> None:
-    with Engine(qwen2.folder, num_blocks=9, budget=24, max_num_seqs=5) as engine:
-        answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
-        for prompt, answering in zip(PROMPTS, answers, strict=True):
-            assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
-            assert answering.finish_reason == "length"
-        assert engine.metric("kvstore_preemptions_total") > 0
-        engine.wait_until_idle()
-
-
 def test_a_prefix_in_the_own_cache_is_not_computed_again(qwen2: Checkpoint) -> None:
     with Engine(qwen2.folder) as engine:
         first, second = (engine.answer(PROMPTS[i], MAX_TOKENS) for i in (-3, -2))

@@ -21,7 +21,6 @@ from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Engine
-from tests.support.ports import free_port
 
 PROMPT = tuple(range(1, 101))
 CACHEABLE = 96
@@ -84,10 +83,9 @@ async def pair_over(
     store: FaultyStore,
     folder: Path,
     tokenizer: Any,
-    silence_seconds: float = 30.0,
     store_of_prefill: StorageBackend | None = None,
 ) -> AsyncIterator[Pair]:
-    receiver = HandoverReceiver(None, silence_seconds, silence_seconds)
+    receiver = HandoverReceiver(None, 30.0, 30.0)
     await receiver.start_listening(socket.create_server((HOST, 0)))
     with Engine(folder, store=store_of_prefill or store) as prefill, Engine(folder, store=store) as decode:
         yield Pair(prefill, decode, tokenizer, receiver)
@@ -212,18 +210,6 @@ async def test_decode_reads_from_the_pool_what_prefill_computed(
 
 
 @in_event_loop
-async def test_the_answers_usage_tells_what_prefill_found_cached(
-    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore
-) -> None:
-    async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
-        for own, pool in ((0, 0), (CACHEABLE, 0)):
-            prefill, decode = pair.start()
-            await asyncio.gather(all_of(prefill), all_of(decode))
-            details = decode.usage()["prompt_tokens_details"]
-            assert (details["own_cached_tokens"], details["pool_cached_tokens"]) == (own, pool)
-
-
-@in_event_loop
 @pytest.mark.parametrize("writes", ["at once", "behind"])
 async def test_decode_begins_only_when_all_of_the_prompt_is_in_the_pool(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, writes: str
@@ -268,16 +254,6 @@ async def test_when_prefills_client_leaves_decode_computes(
         store.go_on()
 
 
-@in_event_loop
-async def test_when_prefill_never_comes_decode_computes(
-    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, expected: list[int]
-) -> None:
-    async with pair_over(store, tiny_checkpoint, word_tokenizer, silence_seconds=0.1) as pair:
-        _, decode = pair.start()
-        assert tokens_of(await all_of(decode)) == expected
-        assert decode.usage()["prompt_tokens_details"]["cached_tokens"] == 0
-
-
 @pytest.mark.parametrize("info", [DisaggregateInfo(), DisaggregateInfo(decode_ip=HOST, decode_connector_port=None)])
 @in_event_loop
 async def test_prefill_that_is_not_told_where_decode_is_answers_all_the_same(
@@ -285,15 +261,6 @@ async def test_prefill_that_is_not_told_where_decode_is_answers_all_the_same(
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
         prefill, _ = pair.start(info)
-        assert tokens_of(await all_of(prefill)) == expected[:1]
-
-
-@in_event_loop
-async def test_prefill_that_cannot_reach_decode_answers_all_the_same(
-    tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, expected: list[int]
-) -> None:
-    async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
-        prefill, _ = pair.start(DisaggregateInfo(decode_ip=HOST, decode_connector_port=free_port()))
         assert tokens_of(await all_of(prefill)) == expected[:1]
 
 
