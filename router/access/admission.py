@@ -73,9 +73,6 @@ class Admission:
         self._line: WaitingLine[_Turn] = WaitingLine()
         self._usual_wait = 1.0
 
-    def __repr__(self) -> str:
-        return f"<Admission {self.running} running, {self.waiting} waiting of {self._line.num_clients} clients>"
-
     @property
     def waiting(self) -> int:
         """Number of queued requests."""
@@ -289,9 +286,6 @@ class AdmissionClient:
         """Number of queued requests in this process, by priority."""
         self._wait_for_entry = wait_for_entry
         self._report_end = report_end
-
-    def __repr__(self) -> str:
-        return f"<AdmissionClient {self.running} running, {self.waiting} waiting>"
 
     @property
     def waiting(self) -> int:

@@ -86,9 +86,6 @@ class Auth:
                     _log.log(level, "%s", text)
             seen = stamp
 
-    def __repr__(self) -> str:
-        return f"<Auth {len(self._clients)} clients, admin {'by token' if self._admin else 'open'}>"
-
     @property
     def has_admin_token(self) -> bool:
         """Whether an admin token is configured. If not, every client may change the instances."""

@@ -35,11 +35,6 @@ class WaitingLine(Generic[T]):
         """Number of queued requests."""
         self._levels: dict[int, _Level[T]] = {}
 
-    @property
-    def num_clients(self) -> int:
-        """Number of clients that have queued requests."""
-        return len({client for level in self._levels.values() for client in level.clients})
-
     def count_by_priority(self) -> dict[int, int]:
         """Return the number of queued requests of each priority. Priorities without queued requests are missing."""
         return {priority: sum(map(len, level.clients.values())) for priority, level in self._levels.items()}

@@ -31,9 +31,6 @@ class AwakeClock:
         self._clock = clock
         self._ticked_at = self._awake_at_tick = clock()
 
-    def __repr__(self) -> str:
-        return f"<AwakeClock {self.lost:.1f} s behind>"
-
     @property
     def lost(self) -> float:
         """Total number of seconds for which this clock has stopped."""

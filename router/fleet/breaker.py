@@ -33,9 +33,6 @@ class Breaker:
         self.retry_at = -math.inf
         """Time after which the instance may get a request."""
 
-    def __repr__(self) -> str:
-        return f"<Breaker {self.state} failures={self.failures}>"
-
     def admits(self, now: float) -> bool:
         """Return whether the instance may get a request at the time ``now``."""
         return now >= self.retry_at

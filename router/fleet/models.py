@@ -54,9 +54,6 @@ class ServedModels:
         self.names: frozenset[str] = frozenset().union(*(names for names in known if names))
         self.gone = frozenset(gone) - self.names if known else frozenset()
 
-    def __repr__(self) -> str:
-        return f"<ServedModels {sorted(self.names)}>"
-
     @property
     def are_several(self) -> bool:
         """Whether a request's model name matters, because the instances serve, or have served, several models."""

@@ -41,9 +41,6 @@ class Registry:
         """Creates the load counters of an instance that is added, from its key."""
         self._instances: dict[str, Instance] = {}
 
-    def __repr__(self) -> str:
-        return f"<Registry {list(self._instances.values())}>"
-
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
 

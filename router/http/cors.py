@@ -8,14 +8,12 @@ request that an HTML form cannot send.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 from router.http.api_error import ApiError
-from router.http.message import Headers
+from router.http.message import Headers, Response
 
-__all__ = ["Cors", "PreflightAnswer"]
+__all__ = ["Cors"]
 
-ANYBODY = "*"
 METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE"
 # Headers that a script may read in addition to those in the standard.
 EXPOSED = b"X-Request-Id, Retry-After"
@@ -23,14 +21,6 @@ EXPOSED = b"X-Request-Id, Retry-After"
 MAX_AGE_SECONDS = 3600
 
 _VARY = (b"vary", b"Origin")
-
-
-class PreflightAnswer(NamedTuple):
-    """The response to a preflight. The headers of ``Cors.answer_headers`` are added to it."""
-
-    status: int
-    headers: Headers
-    body: bytes
 
 
 class Cors:
@@ -41,11 +31,8 @@ class Cors:
         Args:
             origins: for example ``https://chat.example.com``; ``*`` allows all origins.
         """
-        self._is_open = ANYBODY in origins
+        self._is_open = "*" in origins
         self._origins = {_normalize_origin(origin) for origin in origins}
-
-    def __repr__(self) -> str:
-        return f"<Cors {ANYBODY if self._is_open else sorted(self._origins)}>"
 
     def answer_headers(self, headers: Headers) -> Headers:
         """Return the headers to add to every response, also to errors, for a request with these ``headers``."""
@@ -56,8 +43,11 @@ class Cors:
             return [_VARY]  # a cache must not send this response to an allowed origin
         return [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED), _VARY]
 
-    def answer_preflight(self, headers: Headers) -> PreflightAnswer | None:
-        """Return the response to an OPTIONS request with these headers; None if the request is not a preflight."""
+    def answer_preflight(self, headers: Headers) -> Response | None:
+        """Return the response to an OPTIONS request with these headers; None if the request is not a preflight.
+
+        The caller adds the headers of ``answer_headers``.
+        """
         origin = _find_header(headers, b"origin")
         if not origin or not _find_header(headers, b"access-control-request-method"):
             return None
@@ -66,12 +56,12 @@ class Cors:
             message = f"pages of the origin {name!r} may not use this router; server.cors-allowed-origins lists those" \
                 " that may"  # fmt: skip
             body = ApiError(403, message, "origin_not_allowed").body()
-            return PreflightAnswer(403, [(b"content-type", b"application/json")], body)
+            return Response(403, [(b"content-type", b"application/json")], body)
         allowed = [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", b"%d" % MAX_AGE_SECONDS)]
         # The response lists the requested headers, because "*" does not include Authorization.
         if wanted := _find_header(headers, b"access-control-request-headers"):
             allowed.append((b"access-control-allow-headers", wanted))
-        return PreflightAnswer(204, allowed, b"")
+        return Response(204, allowed, b"")
 
 
 def _find_header(headers: Headers, wanted: bytes) -> bytes:

@@ -152,10 +152,6 @@ class Exchange:
         self._connecting: asyncio.Future[Any] | None = None
         self._may_be_stale = False
 
-    def __repr__(self) -> str:
-        state = "closed" if self.is_closed else "complete" if self.complete else "open"
-        return f"<Exchange {self.address} status={self.status} {state}>"
-
     def is_silent(self, since: float) -> bool:
         """Return whether no data has arrived since the time ``since``, although the router is reading the connection.
 

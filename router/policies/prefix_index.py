@@ -106,9 +106,6 @@ class PrefixIndex:
     def __len__(self) -> int:
         return _count_entries(self._current) + _count_entries(self._previous)
 
-    def __repr__(self) -> str:
-        return f"<PrefixIndex {len(self)} of {2 * self._max_in_generation} entries, {len(self._bits)} instances>"
-
     def look_up(self, chunks: Sequence[int], kept_seconds: float = math.inf) -> PrefixMatch:
         """Return how many leading chunks of a prompt the pool and each instance have.
 

@@ -76,9 +76,6 @@ class Proxy:
         self._services = services
         self._live: set[ServingRequest] = set()
 
-    def __repr__(self) -> str:
-        return f"<Proxy {len(self._live)} requests>"
-
     @property
     def num_requests(self) -> int:
         """Number of requests that are being served or are queued."""

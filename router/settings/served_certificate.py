@@ -38,9 +38,6 @@ class ServedCertificate:
         self._loaded = self._stamp_files()
         load_certificate(context, certfile, keyfile)
 
-    def __repr__(self) -> str:
-        return f"<ServedCertificate {self._certfile}>"
-
     async def keep_current(self) -> None:
         """Load the certificate again whenever its files have changed, until this task is cancelled.
 

@@ -39,9 +39,6 @@ class AdmissionServer:
         self._charged: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def __repr__(self) -> str:
-        return f"<AdmissionServer {self._admission}>"
-
     def admit_request(
         self, worker: str, number: int, client: str, priority: int, tokens: int, answer: Callable[..., None]
     ) -> None:

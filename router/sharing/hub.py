@@ -72,9 +72,6 @@ class Hub:
         self._counters = RetiredCounters()
         self._queries: dict[tuple[str, int], _Query] = {}
 
-    def __repr__(self) -> str:
-        return f"<Hub {list(self._workers)} {len(self._records)} records>"
-
     def add_worker(self, name: str, channel: MessageChannel) -> None:
         """Add a worker that has started, and send it all records."""
         self._workers[name] = channel
@@ -274,9 +271,6 @@ class RetiredCounters:
     def __init__(self) -> None:
         self._last: dict[str, _Figures] = {}
         self._gone: _Figures = []
-
-    def __repr__(self) -> str:
-        return f"<RetiredCounters of {list(self._last)} and dead workers>"
 
     def note_figures(self, worker: str, figures: _Figures) -> None:
         """Store the latest metrics of a worker."""

@@ -73,9 +73,6 @@ class LoadSync:
             link.subscribe_to_topic("load", self._on_counts)
             link.subscribe_to_departures(self._forget_process)
 
-    def __repr__(self) -> str:
-        return f"<LoadSync with {list(self._others)}>"
-
     async def keep_sending(self) -> None:
         """Send all counts to the other processes periodically, until cancelled. If this is the only process, return."""
         while not self._link.is_alone:

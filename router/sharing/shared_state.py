@@ -109,9 +109,6 @@ class SharedState:
         self._is_exchanging = self._is_closing = False
         self._sending_prefixes: set[asyncio.Task[None]] = set()
 
-    def __repr__(self) -> str:
-        return f"<SharedState with {list(self._received_at)}>"
-
     def send_message(self, *message: Any) -> None:
         """Send a message to all other routers with the next batch."""
         self._waiting.append(message)

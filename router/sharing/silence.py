@@ -69,9 +69,6 @@ class Silence:
         self._read_times = read_times
         self.note_message()
 
-    def __repr__(self) -> str:
-        return f"<Silence of {self._pid} since {self.began_at:.1f}>"
-
     def note_message(self) -> None:
         """Record that the worker has sent a message."""
         self.began_at = self._clock()

@@ -104,9 +104,6 @@ class FlightRecorder:
             ) from exc
         _remove_rings(folder, f"flight-{settings.port}-")
 
-    def __repr__(self) -> str:
-        return f"<FlightRecorder {self._path}>"
-
     @property
     def is_recording(self) -> bool:
         """Whether the recorder still writes; false after an error or ``close``."""

@@ -328,7 +328,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             while self.inside:
                 self.guests.leave(self.inside.pop())
                 self._look()
-            assert repr(self.gate) == "<Admission 0 running, 0 waiting of 0 clients>"
+            assert (self.gate.running, self.gate.waiting) == (0, 0)
             assert not self.line
 
 

@@ -168,9 +168,3 @@ def test_other_routers_are_told_of_the_requests_of_all_workers_and_of_each_token
         assert sum(charged.get("c", 0) for _, charged in told) == 30
 
     run_linked(run)
-
-
-def test_repr_tells_how_many_run_and_wait() -> None:
-    assert repr(AdmissionServer(Admission(RouterSettings()), lambda *_: None)) == (
-        "<AdmissionServer <Admission 0 running, 0 waiting of 0 clients>>"
-    )
