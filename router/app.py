@@ -215,22 +215,12 @@ class RouterApp:
             _log.info("a client disconnected while it sent the body of %s", scope["path"])
 
     def _add_listed(self, path: Path) -> None:
-        """Add the instances that the register file lists.
-
-        Raises:
-            SettingsError: see ``add_listed_instances``.
-        """
         if self.settings.dialect == "go" and not path.exists():  # as in FastDeploy's run_with_config example
             _log.warning("manager.register-path %s does not exist, so no instances are read from it", path)
         else:
             add_listed_instances(self.registry, path, time.monotonic())
 
     def _make_discovery(self) -> Discovery:
-        """Return the service discovery.
-
-        Raises:
-            SettingsError: the credentials for the cluster's API server cannot be used.
-        """
         return Discovery(
             self.settings,
             self.registry,
@@ -242,11 +232,6 @@ class RouterApp:
         )
 
     def _make_event_reader(self) -> KvEventReader:
-        """Return the reader of KV events.
-
-        Raises:
-            SettingsError: pyzmq is not installed.
-        """
         topic = "kv_events"
         try:
             reader = KvEventReader(
@@ -286,11 +271,7 @@ class RouterApp:
         return Snapshot(Path(path), self.registry, self.selector.policies, versions=self.fleet_sync)
 
     def _make_recorder(self) -> FlightRecorder | None:
-        """Return the flight recorder; None if it is off, or cannot write and this worker replaces one that died.
-
-        Raises:
-            SettingsError: the recorder's folder cannot be written.
-        """
+        """Return the flight recorder; None if it is off, or cannot write and this worker replaces one that died."""
         if not self.settings.flight_recorder:
             return None
         try:
@@ -605,11 +586,7 @@ def _add_explanations(app: FastAPI, router: RouterApp) -> None:
 
 
 async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any]:
-    """Return the explanation of a request, from the process that has its record.
-
-    Raises:
-        Refused: no process has a record of the request.
-    """
+    """Return the explanation of a request, from the process that has its record."""
     explanation = router.audit.explain_request(request_id)
     if explanation is None:
         explanation = next(iter(await router.link.ask_peers("explain", request_id, everywhere=True)), None)
@@ -680,11 +657,7 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body of a control-plane request.
-
-    Raises:
-        Refused: status 413: the body is too large. The rest of it is not read.
-    """
+    """Return the body of a control-plane request. If it is too large, raise ``Refused`` without reading the rest."""
     size, pieces = int(request.headers.get("content-length", "0")), []
     if size <= CONTROL_BYTES:
         size = 0

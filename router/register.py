@@ -124,11 +124,7 @@ class Sidecar:
         return ""
 
     async def _check_server(self, client: httpx.AsyncClient, server: str) -> None:
-        """Check that the server is healthy, and query its engine unless it is known.
-
-        Raises:
-            ServerError: the server is not healthy, or does not report its engine.
-        """
+        """Check that the server is healthy, and query its engine unless it is known; else raise ``ServerError``."""
         try:
             health = await client.get(f"{server}/health")
         except httpx.HTTPError as exc:
@@ -280,11 +276,7 @@ def _parse_endpoint(text: str) -> str:
 
 
 def _read_kv_events(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the field ``kv_events`` of the registration from the flags; empty if no flag is given.
-
-    Raises:
-        SettingsError: a flag is given without --kv-events-endpoint.
-    """
+    """Return the field ``kv_events`` of the registration from the flags; empty if no flag is given."""
     names = ("endpoint", "replay_endpoint", "topic")
     given = {name: value for name in names if (value := getattr(arguments, f"kv_events_{name}"))}
     if given and "endpoint" not in given:

@@ -10,7 +10,6 @@ cache_salt.py   CacheSalts: a cache_salt for each client
 
 from router.access.admission import Admission, AdmissionClient, Limits
 from router.access.auth import Auth
-from router.access.cache_salt import CacheSalts
 from router.access.routes import FORWARDED, ROUTES, Access, Route, find_route
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "Admission",
     "AdmissionClient",
     "Auth",
-    "CacheSalts",
     "Limits",
     "Route",
     "find_route",

@@ -194,11 +194,7 @@ class Auth:
             raise Refused(ApiError(401, message, "invalid_register_token"))
 
     def _read_files(self) -> None:
-        """Read all files. If one of them cannot be used, nothing changes.
-
-        Raises:
-            SettingsError: a file cannot be read, or contains no usable entry.
-        """
+        """Read all files. If one of them cannot be used, nothing changes."""
         settings = self._settings
         keys: dict[str, ApiKey] = {}
         if settings.api_keys_file:

@@ -66,11 +66,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the command line.
-
-    Raises:
-        SettingsError: the command line is not valid.
-    """
     flags: argparse.Namespace = make_parser().parse_args(argv)
     if not flags.instances and flags.self_port is None:
         raise SettingsError("name an instance as HOST:PORT, or the one on this machine with --self-port PORT")
@@ -136,11 +131,7 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
 
 
 async def _check_loss(router: RouterClient, instances: Sequence[str], flags: argparse.Namespace) -> None:
-    """Ask for confirmation if the instances are the last usable ones of their role. With --self-port, only warn.
-
-    Raises:
-        RouterError: the user does not confirm, or the router does not list its instances.
-    """
+    """Ask for confirmation if the instances are the last usable ones of their role. With --self-port, only warn."""
     try:
         listed = await _ask(router.list_instances, AWAY_SECONDS if flags.wait is not None else 0.0)
     except TokenWanted:

@@ -78,11 +78,7 @@ def make_parser() -> FlagParser:
 
 
 def _parse_since(text: str) -> float:
-    """Return the time in seconds since 1970; or, as a negative number, in seconds before the end of the recording.
-
-    Raises:
-        SettingsError: the text is not a time.
-    """
+    """Return the time in seconds since 1970; or, as a negative number, in seconds before the end of the recording."""
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text, re.ASCII):
         return -float(found[1]) * _UNIT_SECONDS[found[2]]
     with contextlib.suppress(ValueError, OverflowError, OSError):

@@ -130,11 +130,7 @@ async def _clear_prefix_cache(instance: Instance, upstream: ConnectionPool) -> s
 
 
 def _parse_order(body: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the instance's key in the body of an operator command, and all members of the body.
-
-    Raises:
-        BadBody: the body is invalid.
-    """
+    """Return the instance's key in the body of an operator command, and all members of the body."""
     members = parse_object(body)
     key = members.get("instance")
     if not isinstance(key, str):

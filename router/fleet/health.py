@@ -179,11 +179,7 @@ class HealthMonitor:
         return asked_at < self._registry.models_wanted_at or time.monotonic() - asked_at > MODELS_SECONDS
 
     async def _probe_address(self, address: Address) -> None:
-        """Probe the instance at ``address``.
-
-        Raises:
-            UpstreamError: the probe failed. The message is one sentence.
-        """
+        """Probe the instance at ``address``; raise ``UpstreamError`` if the probe failed."""
         endpoint = self._settings.health_check_endpoint
         timeout = self._settings.health_check_timeout_secs
         response = await self._upstream.fetch(address, "GET", endpoint, timeout=timeout)

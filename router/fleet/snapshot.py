@@ -270,11 +270,7 @@ class Snapshot:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """Write a new file, which only this user can read, and flush it to the disk. If a link exists at this path, fail.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a new file, which only this user can read, and flush it to the disk. Fail if ``path`` is a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o600), "wb") as file:
         file.write(data)

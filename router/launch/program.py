@@ -65,11 +65,6 @@ def main(argv: Sequence[str] | None = None, *, dialect: str = "python", epp_port
 
 
 def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
-    """Run the router in this process.
-
-    Raises:
-        SettingsError: a file that the settings name cannot be used.
-    """
     # Imported late, as in ``_run_worker``: this loads FastAPI, which a supervisor does not need.
     from router.app import RouterApp
     from router.launch.server import RouterServer, prepare_process
@@ -88,11 +83,7 @@ def _run_alone(settings: RouterSettings, listener: socket.socket) -> None:
 
 
 def _run_workers(settings: RouterSettings, listener: socket.socket) -> None:
-    """Run the router in several worker processes, which this process supervises.
-
-    Raises:
-        SettingsError: a file that the settings name cannot be used.
-    """
+    """Run the router in several worker processes, which this process supervises."""
     auth = Auth(settings)
     admission = Admission(settings, auth.token_rates)
     start_forkserver("router.launch.forkserver_preload")
@@ -117,11 +108,7 @@ def _run_worker(task: WorkerTask) -> None:
 
 
 def _open_listener(host: str, port: int, flag: str) -> socket.socket:
-    """Return a socket that listens on ``host:port``, where ``port`` is the value of ``flag``.
-
-    Raises:
-        SettingsError: the socket cannot be bound.
-    """
+    """Return a socket that listens on ``host:port``, where ``port`` is the value of ``flag``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as exc:

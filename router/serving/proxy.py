@@ -529,11 +529,7 @@ class ServingRequest:
         return parsed
 
     def _read_head(self) -> RequestHead:
-        """Parse the headers that the router uses. From now on, a disconnect of the client ends the request.
-
-        Raises:
-            RequestEnded: a header is invalid, or the client has disconnected.
-        """
+        """Parse the headers that the router uses. From now on, a disconnect of the client ends the request."""
         request = self._request
         if request.disconnected:
             raise RequestEnded(None)
@@ -549,11 +545,7 @@ class ServingRequest:
         return head
 
     async def _read_large(self, client: str) -> ParsedRequest:
-        """Parse a request with a large body. Other requests run between the steps.
-
-        Raises:
-            RequestEnded: the request cannot be served, or the client has disconnected.
-        """
+        """Parse a request with a large body. Other requests run between the steps."""
         head = self._read_head()
         parsed = self._read_request(client, head, await scan_large_body(self._request))
         await asyncio.sleep(0)  # parsing took long, and hashing the prompt will take long, too

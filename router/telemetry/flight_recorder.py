@@ -310,11 +310,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _open_new(path: Path) -> int:
-    """Create a file that only this user can read, and lock it until this process ends.
-
-    Raises:
-        OSError: the file cannot be created.
-    """
+    """Create a file that only this user can read, and lock it until this process ends."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -425,11 +425,7 @@ class RouterMetrics:
 
 
 def _build_need(need: InstancesNeeded, families: Sequence[Metric]) -> Metric:
-    """Return the metric with the number of instances that the traffic needs.
-
-    Args:
-        families: the merged metrics of all processes.
-    """
+    """Return the metric with the number of instances that the traffic needs; ``families`` are all other metrics."""
     waiting = [each.samples[0].value for each in families if each.name == "router_queued_requests"]
     text = "Instances that the present traffic needs, for the whole fleet"
     needed = {role.value: count for role, count in need.compute(sum(waiting)).items()}

@@ -141,11 +141,7 @@ class Discovery:
         await self._announce(instance)
 
     async def _complete(self, fields: Mapping[str, Any]) -> Registration:
-        """Return the registration of an instance. Fields that the pod does not specify are queried from the instance.
-
-        Raises:
-            RegistrationError: the instance cannot be registered with these fields.
-        """
+        """Return the registration of an instance. Query the instance for the fields that the pod does not specify."""
         known = Registration.from_fields({"role": "mixed", **fields})
         queried = {} if "engine" in fields else await self._ask_identity(known.address)
         if "role" not in fields and "role" not in queried and self._registry.splitwise:

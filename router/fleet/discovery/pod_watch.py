@@ -178,12 +178,6 @@ class PodWatch:
             exchange.close()
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """Apply one event of a watch.
-
-        Raises:
-            Gone: the API server does not have the version at which the watch should continue.
-            ApiFailure: the event reports another failure, or is invalid.
-        """
         kind, document = event.get("type"), event.get("object")
         if not isinstance(document, dict):
             raise ApiFailure(f"the API server sent an event without an object: {str(event)[:200]}")
@@ -210,11 +204,7 @@ class PodWatch:
         return [*accept, (b"authorization", f"Bearer {token}".encode())] if token else accept
 
     def _read_credentials(self) -> tuple[str, Any]:
-        """Return the token and the TLS context with the trusted authorities; ``""`` and None if TLS is not used.
-
-        Raises:
-            SettingsError: a file cannot be used.
-        """
+        """Return the token and the TLS context with the trusted authorities; ``""`` and None if TLS is not used."""
         if not self._address.tls:  # as with kubectl proxy
             return "", None
         token = read_token(self._account / "token", "manager.kubernetes-account")
@@ -250,11 +240,6 @@ def _parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _parse_address(url: str) -> Address:
-    """Parse the URL of the API server.
-
-    Raises:
-        SettingsError: the URL is invalid.
-    """
     found = _API_URL.fullmatch(url)
     is_tls = url.startswith("https")
     port = int((found and found["port"]) or (443 if is_tls else 80))

@@ -259,11 +259,7 @@ class ParsedRequest:
         return {**members, "model": model}
 
     def _salt_cache(self, derive_salt: Callable[[str], str], members: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the salt for the client's cache to the body's members. Return the changed members.
-
-        Raises:
-            RequestEnded: the salt that the client sent is not a text.
-        """
+        """Add the salt for the client's cache to the body's members. Return the changed members."""
         own = members.get("cache_salt")
         if not isinstance(own, str | None):
             message = "cache_salt must be text"
