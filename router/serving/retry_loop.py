@@ -235,9 +235,9 @@ class RetryLoop:
             why = (
                 find_obstacle(parsed.body, engine, is_chat)
                 if parsed.api.is_continuable
-                else "its API cannot continue a response"
+                else "the API of the request cannot continue a response"
             )
-            failed = self.resumption.explain(why or "its token ids are not known")
+            failed = self.resumption.explain(why or "the token ids of the stream are not known")
         if failed is None and end_reason and not (merger is not None and merger.complete):
             failed = self.resumption.explain(end_reason)
         if failed is not None:
@@ -277,7 +277,7 @@ class RetryLoop:
     def _explain_none(self, none: NoInstance) -> ApiError:
         """Return why no instance can be used. For an interrupted stream, return why it was interrupted."""
         if self.resumption is not None and self.resumption.is_broken:
-            return self.resumption.explain("no other instance can take it")
+            return self.resumption.explain("no other instance can take the request")
         return none.error
 
     def _select_instances(self, parsed: ParsedRequest) -> Selection:
@@ -455,11 +455,11 @@ class Retries:
         return choose(features, self._excluded | excluded)
 
     def excludes(self, key: str) -> bool:
-        """Return whether the request must not be sent to this instance again."""
+        """Return whether the request must not be sent to the instance ``key`` again."""
         return key in self._excluded
 
     def avoid(self, key: str) -> None:
-        """Use this instance again only if there is no other."""
+        """Use the instance ``key`` again only if there is no other instance."""
         self._avoided |= {key}
 
     def find_end(self, reached: Reached, trouble: Trouble, deaths: int, key: str, *, is_stale: bool = False) -> str:
@@ -482,12 +482,16 @@ class Retries:
         self._failed += 1
         limit = find_limit(self._sent, reached, trouble)
         if limit == 1:
-            return "a request of this kind is not sent again" if trouble is not Trouble.REJECTION else "it was refused"
+            return (
+                "a request of this kind is not sent again"
+                if trouble is not Trouble.REJECTION
+                else "the instance refused the request"
+            )
         # An instance that has died had got the request, although the failure may be that of the other one of a pair.
         reached = Reached.SENT if reached is Reached.UNSENT else reached
         if deaths and self._deaths >= find_limit(self._sent, reached, Trouble.DEATH):
             return f"instances failed {self._deaths} times while they served this request, so it is not sent again"
-        return f"it was sent {self._failed} times" if self._failed >= limit else ""
+        return f"the request was sent {self._failed} times" if self._failed >= limit else ""
 
     def begin_again(self, key: str, *, is_hung: bool) -> None:
         """Reset the counts after a failure in the middle of a response, so that the next segment can be sent.

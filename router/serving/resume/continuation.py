@@ -74,7 +74,7 @@ def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[s
         return {**resume_by_ids(members, shown), **_count_reasoning(merger)}
     prompt = merger.prompt_ids
     if prompt is None:
-        raise CannotContinue("the token ids of its prompt are not known")
+        raise CannotContinue("the token ids of the prompt are not known")
     ids = [*prompt, *shown]
     merger.expect_prompt(ids)
     if not is_chat:
@@ -89,7 +89,7 @@ def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[s
     given = messages.pop() if members.get("continue_final_message") else {}
     text = given.get("content")
     if not isinstance(text, str | None):
-        raise CannotContinue("its last message has content parts")
+        raise CannotContinue("the last message of the request has content parts")
     messages.append({"role": "assistant", **given, "content": (text or "") + merger.text})
     return {
         "messages": messages,
@@ -131,12 +131,14 @@ def _count_reasoning(merger: Merger) -> dict[str, int]:
     limit = whole_number(members.get("reasoning_max_tokens"))
     if limit is not None and reasoning and is_reasoning:
         if shown >= limit:
-            raise CannotContinue("its reasoning reached its limit, and the end of the reasoning was not sent")
+            raise CannotContinue("the reasoning reached its limit, and the end of the reasoning was not sent")
         limits["reasoning_max_tokens"] = limit - shown
     limit = whole_number(members.get("response_max_tokens"))
     if limit is not None and not is_reasoning:
         if reasoning:  # the tokens that end the reasoning are not known
-            raise CannotContinue("it limits the tokens after its reasoning, and some of them were already sent")
+            raise CannotContinue(
+                "the request limits the tokens after the reasoning, and some of these tokens were already sent"
+            )
         limits["response_max_tokens"] = max(1, limit - shown)
     return limits
 

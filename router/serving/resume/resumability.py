@@ -24,7 +24,7 @@ _WITH_IDS = {
     True: frozenset({EngineKind.FASTDEPLOY, EngineKind.VLLM}),
     False: frozenset({EngineKind.FASTDEPLOY, EngineKind.VLLM, EngineKind.SGLANG}),
 }
-_MAY_CALL_TOOLS = "it may call tools, and the tool parser would start again"
+_MAY_CALL_TOOLS = "the request may call tools, and the tool parser would start again"
 
 
 def streams_token_ids(engine: EngineKind, is_chat: bool) -> bool:
@@ -44,17 +44,17 @@ def find_obstacle(body: InferenceBody, engine: EngineKind, is_chat: bool) -> str
         where = "in chat" if engine is EngineKind.SGLANG else ""
         return f"the engine {engine.value} reports no token ids {where}".rstrip()
     if body.choices > 1:
-        return "it generates several answers at once"
+        return "the request generates several answers at once"
     if follows_grammar(members):
-        return "its answer follows a grammar, which would start again"
+        return "the answer follows a grammar, which would start again"
     if members.get("logprobs") not in (None, False) or members.get("prompt_logprobs") is not None:
-        return "it has logprobs"
+        return "the request has logprobs"
     if members.get("seed") is not None and members.get("temperature") != 0:
-        return "its sampling has a seed, and the random sequence would start again"
+        return "the request has a seed, and the random sequence would start again"
     if any(members.get(name) for name in _COUNTED_OVER_THE_ANSWER):
-        return "it has a penalty on generated tokens, whose count would start again"
+        return "the request has a penalty on generated tokens, whose count would start again"
     if members.get("stop"):
-        return "it has a stop string, and the engine may hold back a part of it"
+        return "the request has a stop string, and the engine may hold back a part of this string"
     if engine is EngineKind.FASTDEPLOY:
         return ""
     return _find_obstacle_in_chat(members) if is_chat else _find_obstacle_in_completions(members, engine)
@@ -64,21 +64,21 @@ def _find_obstacle_in_chat(members: Mapping[str, Any]) -> str:
     if (members.get("tools") and members.get("tool_choice") != "none") or members.get("functions"):
         return _MAY_CALL_TOOLS
     if members.get("echo"):
-        return "it echoes its prompt"
+        return "the response echoes the prompt"
     messages = members.get("messages")
     listed = messages if isinstance(messages, list) else []
     if not all(isinstance(message, dict) and _is_text(message.get("content")) for message in listed):
-        return "its messages contain more than text"
+        return "the messages of the request contain more than text"
     return ""
 
 
 def _find_obstacle_in_completions(members: Mapping[str, Any], engine: EngineKind) -> str:
     if members.get("echo"):
-        return "it echoes its prompt"
+        return "the response echoes the prompt"
     if members.get("suffix") or members.get("prompt_embeds"):
-        return "its prompt is not one text"
+        return "the prompt of the request is not one text"
     if engine is EngineKind.SGLANG and members.get("max_tokens") is None:
-        return "it has no max_tokens, and the engine's own limit would start again"
+        return "the request has no max_tokens, and the engine's own limit would start again"
     return ""
 
 

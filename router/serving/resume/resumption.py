@@ -97,7 +97,7 @@ class Resumption:
                 )
             if not text.endswith(UNFINISHED):
                 if unfinished and merger.client_reads_ids:
-                    return "its client has the id of a token that ends with an incomplete character"
+                    return "the client has the id of a token that ends with an incomplete character"
                 merger.drop_last(unfinished)
                 return ""
         merger.drop_last(0)  # the text is unknown, or it really contains U+FFFD
@@ -124,11 +124,11 @@ class Resumption:
             return None
         limit = self._settings.stream_resume_count
         if self._breaks > limit:
-            return self.explain(f"it was resumed {limit} times already")
+            return self.explain(f"the limit of resumptions ({limit}, see server.stream-resume-count) is reached")
         if merger is None:
             return None
         if merger.has_content_without_ids:
-            return self.explain("its client has more text than the known token ids")
+            return self.explain("the client has text whose token ids are not known")
         if merger.shown_ids and (obstacle := find_obstacle(body, instance.registration.engine, is_chat)):
             return self.explain(obstacle)
         _log.info("%s; another instance continues the stream after %d tokens", error.message, len(merger.shown_ids))

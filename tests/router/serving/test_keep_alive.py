@@ -181,7 +181,7 @@ def test_a_stream_that_stalls_is_given_up_and_aborted(make_router: MakeRouter, s
     first, error, done, nothing = router.chat(stream=True, request_id="r").text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"] == {
         "message": f"{instance.key} has sent no data of the stream for 0.2 s; the stream was not resumed: no other "
-        "instance can take it",
+        "instance can take the request",
         "type": "timeout",
         "param": None,
         "code": "stream_stalled",

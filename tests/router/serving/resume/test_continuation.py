@@ -44,7 +44,7 @@ def test_a_stream_cut_within_its_reasoning_may_reason_for_what_is_left() -> None
 
 
 def test_a_stream_cut_at_the_very_end_of_its_reasoning_does_not_go_on() -> None:
-    with pytest.raises(CannotContinue, match="its reasoning reached its limit"):
+    with pytest.raises(CannotContinue, match="the reasoning reached its limit"):
         continue_at_fastdeploy(merge([reasoning(1, 2)], reasoning_max_tokens=2))
     assert continue_at_fastdeploy(merge([reasoning(1, 2)], reasoning_max_tokens=3))["reasoning_max_tokens"] == 1
 
@@ -55,7 +55,7 @@ def test_a_stream_cut_behind_its_reasoning_keeps_the_limit_that_is_past() -> Non
 
 
 def test_a_limit_of_the_answer_behind_reasoning_is_not_guessed() -> None:
-    with pytest.raises(CannotContinue, match="it limits the tokens after its reasoning"):
+    with pytest.raises(CannotContinue, match="the request limits the tokens after the reasoning"):
         continue_at_fastdeploy(merge([reasoning(1, 2), content(3)], response_max_tokens=9))
 
 
@@ -79,9 +79,9 @@ def test_a_comment_among_the_events_shows_the_client_nothing_that_ids_do_not_tel
 @pytest.mark.parametrize(
     ("members", "obstacle"),
     [
-        ({"prompt": ["a", "b"]}, "it generates several answers at once"),
-        ({"prompt": [[1, 2], [3]]}, "it generates several answers at once"),
-        ({"prompt_token_ids": [[1, 2], [3]]}, "it generates several answers at once"),
+        ({"prompt": ["a", "b"]}, "the request generates several answers at once"),
+        ({"prompt": [[1, 2], [3]]}, "the request generates several answers at once"),
+        ({"prompt_token_ids": [[1, 2], [3]]}, "the request generates several answers at once"),
         ({"prompt": [[1, 2]]}, ""),
         ({"prompt": ["a"]}, ""),
         ({"prompt": [1, 2]}, ""),
@@ -99,12 +99,12 @@ IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url
 @pytest.mark.parametrize(
     ("members", "obstacle"),
     [
-        ({"messages": [{"role": "user", "content": IMAGE}]}, "its messages contain more than text"),
-        ({"messages": ["a"]}, "its messages contain more than text"),
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "the messages of the request contain more than text"),
+        ({"messages": ["a"]}, "the messages of the request contain more than text"),
         ({"messages": [{"role": "user", "content": IMAGE[:1]}, {"role": "user", "content": "a"}]}, ""),
         ({"messages": [{"role": "assistant", "content": None}]}, ""),
-        ({"messages": [], "echo": True}, "it echoes its prompt"),
-        ({"messages": [], "tools": [{}]}, "it may call tools, and the tool parser would start again"),
+        ({"messages": [], "echo": True}, "the response echoes the prompt"),
+        ({"messages": [], "tools": [{}]}, "the request may call tools, and the tool parser would start again"),
         ({"messages": [], "tools": [{}], "tool_choice": "none"}, ""),
     ],
 )

@@ -225,7 +225,7 @@ def test_a_client_that_reads_ids_gets_no_broken_character_after_a_preemption(
     errors = [json.loads(event.removeprefix("data: "))["error"] for event in events if '"error"' in event]
     assert [error["code"] for error in errors] == ends
     assert len(preempting.legs) == 2 - len(ends)
-    assert all("its client has the id of a token" in error["message"] for error in errors)
+    assert all("the client has the id of a token" in error["message"] for error in errors)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -332,7 +332,10 @@ def test_a_stream_is_resumed_only_so_often(make_router: MakeRouter, stand_in: Ma
     breaking = Breaking("fastdeploy", [3] * 9)
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)), stream_resume_count=1)
     message = error_of(ask(router, CHAT))["message"]
-    assert (len(breaking.legs), message.endswith("it was resumed 1 times already")) == (2, True)
+    assert (
+        len(breaking.legs),
+        message.endswith("the limit of resumptions (1, see server.stream-resume-count) is reached"),
+    ) == (2, True)
 
 
 def test_with_the_setting_at_0_a_stream_that_breaks_off_ends(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -360,7 +363,7 @@ def test_another_prompt_than_the_streams_own_is_found_out(make_router: MakeRoute
         instance.behave = ignoring(instance.behave)
     message = error_of(ask(make_router(*instances), CHAT))["message"]
     assert "tokenized the prompt differently" in message
-    assert "its client has more text than the known token ids" in message
+    assert "the client has text whose token ids are not known" in message
     assert len(breaking.legs) == 2
 
 
@@ -440,7 +443,7 @@ def test_an_answer_that_ends_within_a_character_has_all_its_tokens_though_its_co
         (
             "prompt",
             {"return_token_ids": True},
-            "its client has the id of a token that ends with an incomplete character",
+            "the client has the id of a token that ends with an incomplete character",
         ),
     ],
 )
