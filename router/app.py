@@ -591,7 +591,7 @@ async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any
     if explanation is None:
         explanation = next(iter(await router.link.ask_peers("explain", request_id, everywhere=True)), None)
     if explanation is None:
-        message = f"request {request_id!r} is not among the last {MAX_RECORDS} that have ended"
+        message = f"no request with the id {request_id!r} is among the last {MAX_RECORDS} requests that have ended"
         raise Refused(ApiError(404, message, "unknown_request"))
     if session := explanation.get("session_id"):
         named = [explanation["client"], session]

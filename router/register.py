@@ -120,7 +120,8 @@ class Sidecar:
                 raise UntrustedError(f"the router {self._router} {CERTIFICATE_REMEDY}: {exc}") from None
             return f"the router {self._router} does not answer ({_describe_error(exc)}); trying again"
         if response.status_code != 200:
-            return f"the router {self._router} refused with {response.status_code}: {response.text[:300]}; trying again"
+            status, text = response.status_code, response.text[:300]
+            return f"the router {self._router} refused the registration with status {status}: {text}; trying again"
         return ""
 
     async def _check_server(self, client: httpx.AsyncClient, server: str) -> None:

@@ -333,6 +333,6 @@ def _explain_bytes(waiting: int, waiting_bytes: int, coming: int) -> str:
     if not waiting_bytes or not coming or waiting_bytes + coming <= MAX_WAITING_BYTES:
         return ""
     return (
-        f"{waiting} requests wait, with bodies of {waiting_bytes} bytes, and this one has {coming} bytes; "
-        f"at most {MAX_WAITING_BYTES} bytes may wait"
+        f"{waiting} requests are queued, with bodies of {waiting_bytes} bytes, and the body of this request has "
+        f"{coming} bytes; the bodies of queued requests may have {MAX_WAITING_BYTES} bytes in total"
     )

@@ -216,8 +216,11 @@ class Auth:
         try:
             self._read_files()
         except SettingsError as exc:
-            return logging.ERROR, f"the changed keys and tokens cannot be used, so the previous ones stay valid: {exc}"
-        return logging.INFO, f"keys and tokens were read again; there are now {len(self._clients)} keys"
+            return (
+                logging.ERROR,
+                f"a changed file of keys or tokens is not used; the previous ones stay valid: {exc}",
+            )
+        return logging.INFO, f"the files of keys and tokens were read again; {len(self._clients)} API keys are valid"
 
     def _stamp_files(self) -> list[tuple[int, int] | None]:
         settings = self._settings

@@ -104,7 +104,7 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--force", action="store_true", help="drain without confirmation, even the last usable instance of its role"
     )
-    parser.add_argument("--undrain", action="store_true", help="end the drain")
+    parser.add_argument("--undrain", action="store_true", help="end the drain, instead of beginning it")
     add_router_flags(parser)
     return parser
 

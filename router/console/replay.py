@@ -146,7 +146,7 @@ class _Ring:
                 yield from self._compare(moment, entry["instance"], entry)
             case "gone":
                 self._fleet.pop(entry["instance"], None)
-                yield _Line(moment, self._process, f"instance {entry['instance']} is gone")
+                yield _Line(moment, self._process, f"instance {entry['instance']} was removed")
             case "running":
                 began, moment = moment, moment + _to_seconds(entry["sent_us"])
                 self._running[began, entry["id"]] = entry
@@ -194,9 +194,9 @@ class _Ring:
         if before["draining"] != state["draining"]:
             changes.append("drains" if state["draining"] else "takes requests again")
         if before["paused"] != state["paused"]:
-            changes.append("is paused" if state["paused"] else "is paused no more")
+            changes.append("is paused" if state["paused"] else "is no longer paused")
         if before["breaker"] != state["breaker"]:
-            changes.append(f"has its breaker {state['breaker']}")
+            changes.append(f"has the breaker state {state['breaker']}")
         if before["weight"] != state["weight"]:
             changes.append(f"has weight {state['weight']:g}")
         for change in changes:

@@ -207,7 +207,7 @@ def _draw(collector: Collector, order: str, width: int, height: int | None = Non
     if last.trouble:
         above.append(Text(f"{make_sentence(last.trouble)} The next poll follows.", "bold red"))
     elif last.listing_trouble:
-        above.append(Text(f"{make_sentence(last.listing_trouble)} Without it only loads are known.", "yellow"))
+        above.append(Text(f"{make_sentence(last.listing_trouble)} Without the token, only loads are known.", "yellow"))
     chosen = ORDERS[order]
     reports = sorted(last.instances.values(), key=lambda report: report.listed.key)
     reports.sort(key=chosen.read, reverse=chosen.is_largest_first)
@@ -222,7 +222,7 @@ def _draw(collector: Collector, order: str, width: int, height: int | None = Non
         room = max(1, room - len(troubles))
         if len(reports) > room:
             hidden, reports = len(reports) - room + 1, reports[: room - 1]
-            troubles.insert(0, Text(f"and {hidden} more, for which the terminal is too small"))
+            troubles.insert(0, Text(f"and {hidden} more instances, for which the terminal is too small"))
     if not reports:
         return Group(*above, Text("\nno instances"))
     return Group(*above, Text(), _draw_instances(collector.history, reports, order), *troubles)
@@ -258,7 +258,7 @@ def _draw_origins(history: History, width: int) -> Text:
     """Render a bar that shows where prompt tokens came from: an own cache, the pool, or computation."""
     shares = share_origins(history.count_span(SPAN, count_origins), with_handed_over=False)
     if not shares:
-        return Text("prompts  no tokens in this time")
+        return Text("prompts  no tokens in the last minute")
     bar, legend, drawn, total = Text("prompts  "), Text("         "), 0, 0.0
     length = max(10, min(MAX_BAR, width - len(bar) - 1))
     for origin in shares:

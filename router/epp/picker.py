@@ -156,7 +156,7 @@ class _Stream:
         elif is_first and message.HasField("request_headers"):
             self._request = self._open_request(message)
         elif is_first and not message.HasField("response_headers"):
-            raise ValueError("the first message must be a head")
+            raise ValueError("the first message of a stream must be request_headers or response_headers")
         else:  # the gateway has responded itself, before it asked for an instance
             for each in pass_on(message):
                 self.write(each)
@@ -205,7 +205,7 @@ class _Stream:
     def _on_flushed(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("the gateway ended a stream while it was written: %s", error)  # ``run`` notices it, too
+            _log.debug("the gateway ended a stream while the picker wrote to it: %s", error)  # ``run`` notices it, too
 
     async def _flush(self) -> None:
         if self._is_writing:
@@ -216,7 +216,7 @@ class _Stream:
                 await self._context.write(self._outbox.popleft())
                 self._active_at = self.loop.time()
             if self._is_cut:
-                await self._context.abort(grpc.StatusCode.ABORTED, "the response cannot be completed")
+                await self._context.abort(grpc.StatusCode.ABORTED, "the response to the client cannot be completed")
         finally:
             self._is_writing = False
 
@@ -233,7 +233,7 @@ class _Stream:
         if route is not None and route.access in (Access.CLIENT, Access.CLIENT_OR_ADMIN):
             request.run(self._run_control(request))
             return
-        error = ApiError(404, f"clients have no path {request.path!r} here", "unknown_path")
+        error = ApiError(404, f"the router has no path {request.path!r} for the clients of a gateway", "unknown_path")
         request.send_response(404, _JSON, error.body(request.path))
 
     async def _run_control(self, request: GatewayRequest) -> None:

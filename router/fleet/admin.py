@@ -85,7 +85,7 @@ def weigh_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     key, members = _parse_order(body)
     weight = members.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
-        message = f"weight is {weight!r}; it must be a number from 0 to 1, by which the instance's share is multiplied"
+        message = f"weight is {weight!r}; it must be a number from 0 to 1, the factor of the instance's share"
         raise BadBody(message, "weight")
     instance = _find_instance(registry, key)
     instance.set_share(float(weight))
@@ -112,7 +112,7 @@ async def clear_prefix_caches(registry: Registry, upstream: ConnectionPool) -> d
     for instance, outcome in zip(instances, outcomes, strict=True):
         if outcome == "success":
             registry.events.lost_caches.emit(instance.key)
-        _log.info("clearing the prefix cache of %s: %s", instance.key, outcome)
+        _log.info("clearing the prefix cache of instance %s: %s", instance.key, outcome)
     return {instance.key: outcome for instance, outcome in zip(instances, outcomes, strict=True)}
 
 
@@ -126,7 +126,7 @@ async def _clear_prefix_cache(instance: Instance, upstream: ConnectionPool) -> s
             return "success"
         if response.status not in (404, 405):
             return f"{instance.key} answered POST {path} with {response.status}"
-    return f"{instance.key} has none of the paths {', '.join(CLEAR_PATHS)}"
+    return f"{instance.key} has none of the paths {', '.join(CLEAR_PATHS)}, at which engines clear their caches"
 
 
 def _parse_order(body: bytes) -> tuple[str, dict[str, Any]]:

@@ -146,7 +146,7 @@ class HealthMonitor:
         except (NoRoom, NameUnresolved) as exc:
             self._log_unprobed(instance, exc)
         except UpstreamError as exc:
-            _log.debug("%s failed its probe: %s", instance.key, exc)
+            _log.debug("instance %s failed its probe: %s", instance.key, exc)
             is_refused = isinstance(exc, ConnectRefused)
             is_out_of_reach = isinstance(exc, ConnectFailed) and not is_refused
             if (is_out_of_reach or isinstance(exc, TimedOut)) and self.awake.lost - lost > LOST_SECONDS:
@@ -167,7 +167,7 @@ class HealthMonitor:
         """Log that a probe of ``instance`` cannot be sent. Log it only once, until a probe can be sent again."""
         if instance.key not in self._unprobed:
             self._unprobed.add(instance.key)
-            _log.error("the probe of %s could not be sent, so its health is unchanged: %s", instance.key, error)
+            _log.error("no probe could be sent to instance %s, so its state is unchanged: %s", instance.key, error)
         self._unprobed.intersection_update(each.key for each in self._registry)
 
     def _should_ask_models(self, instance: Instance) -> bool:
@@ -199,7 +199,7 @@ class HealthMonitor:
                 raise UpstreamError(f"{address} answered GET /v1/models with {answer.status}")
             listed = parse_models(answer.body) if answer.status == 200 else []
         except UpstreamError as exc:
-            _log.info("%s did not list its models: %s", address, exc)
+            _log.info("instance %s did not list its models: %s", address, exc)
             return None
         except ValueError:
             listed = []

@@ -336,7 +336,7 @@ class Instance:
     def set_pause(self, paused: bool, *, is_remote: bool = False) -> None:
         """Start or end a pause. Running requests continue."""
         if self.paused != paused:
-            change = "is paused" if paused else "is paused no more"
+            change = "is paused" if paused else "is no longer paused"
             self.log_change(_PAUSE, logging.INFO, change, is_remote=is_remote)
             self.paused = paused
             self._events.bump_generation()

@@ -143,7 +143,7 @@ class Registration:
         protocols = _parse_strings(fields, "transfer_protocol")
         for protocol in protocols:
             if protocol not in _PROTOCOLS:
-                raise RegistrationError(f"transfer_protocol has {protocol!r}; it may have 'ipc', 'rdma' and 'tcp'")
+                raise RegistrationError(f"transfer_protocol has {protocol!r}; its values are 'ipc', 'rdma' and 'tcp'")
         role, device_ids = _parse_role(fields.get("role")), _parse_strings(fields, "device_ids")
         return cls(
             role=role,
@@ -172,7 +172,7 @@ def _check_encodable(fields: Mapping[str, Any]) -> None:
         try:
             orjson.dumps({"instances": [{"registration": {name: value}}]})  # as deeply nested as in a snapshot
         except orjson.JSONEncodeError as exc:
-            raise RegistrationError(f"{name!r} cannot be encoded as JSON: {exc}") from None
+            raise RegistrationError(f"the field {name!r} cannot be encoded as JSON: {exc}") from None
 
 
 def _parse_kv_events(value: Any) -> Mapping[str, str]:

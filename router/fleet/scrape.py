@@ -89,5 +89,6 @@ def _parse_figures(text: bytes) -> tuple[int, int]:
         if (engine, running) in sums and (engine, waiting) in sums:
             return int(sums[engine, running]), int(sums[engine, waiting])
     raise ValueError(
-        "it has neither fastdeploy:num_requests_running and _waiting, nor vLLM's or SGLang's metrics for it"
+        "its /metrics has neither fastdeploy:num_requests_running and fastdeploy:num_requests_waiting, nor the same "
+        "numbers under the names of vLLM or SGLang"
     )

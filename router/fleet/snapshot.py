@@ -147,8 +147,8 @@ class Snapshot:
             try:
                 self._restore_policy(role, state)
             except Exception:  # the router must start, whatever the file contains
-                _log.exception("the state in snapshot %s of the %s policy is not used", self._path, role)
-        _log.info("the snapshot %s restored %d instances", self._path, len(document["instances"]))
+                _log.exception("the state of the %s policy in the snapshot %s is not used", role, self._path)
+        _log.info("%d instances were read from the snapshot %s", len(document["instances"]), self._path)
 
     def _restore_instance(self, registration: Registration, entry: dict[str, Any], now: float) -> None:
         if registration.role not in self._registry.roles:
@@ -179,7 +179,7 @@ class Snapshot:
             try:
                 policy.load_dump(state["data"])
             except ValueError as exc:
-                _log.warning("the state in snapshot %s of the %s policy is not used: %s", self._path, role, exc)
+                _log.warning("the state of the %s policy in the snapshot %s is not used: %s", role, self._path, exc)
 
     def _gather_contents(self) -> _Contents:
         """Collect the contents of the file. The router serves no requests until this returns."""
@@ -256,7 +256,7 @@ class Snapshot:
         if not 0 <= age <= STALE_SECONDS:  # also rejects nan
             raise ValueError(f"it was written {age:.0f} s ago, and at most {STALE_SECONDS:.0f} s are allowed")
         if splitwise is not self._registry.splitwise:
-            raise ValueError(f"it is of a router {'with' if splitwise else 'without'} --splitwise")
+            raise ValueError(f"a router {'with' if splitwise else 'without'} --splitwise has written it")
         return document
 
     def _measure_age(self, document: dict[str, Any]) -> float:

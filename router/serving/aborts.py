@@ -142,7 +142,7 @@ class Aborter:
         that it does not know. It is not sent again, because a client may send another request with the same id.
         """
         self._count(instance.key)
-        _log.debug("aborting %s at %s", ", ".join(engine_ids), instance.key)
+        _log.debug("aborting request %s at instance %s", ", ".join(engine_ids), instance.key)
         self._tasks.run_in_background(self._abort_quietly(instance, engine_ids))
 
     async def abort_everywhere(self, instances: Iterable[Instance], members: Mapping[str, Any]) -> AbortOutcome:
@@ -170,7 +170,7 @@ class Aborter:
         members = {"req_ids": list(engine_ids)}
         response = await self._abort_at(instance, members, orjson.dumps(members))
         if isinstance(response, str):
-            _log.info("abort of %s failed: %s", ", ".join(engine_ids), response)
+            _log.info("the abort of request %s failed: %s", ", ".join(engine_ids), response)
 
     async def _abort_at(self, instance: Instance, members: Mapping[str, Any], body: bytes) -> dict[str, Any] | str:
         """Return the instance's response to an abort in FastDeploy's format; one sentence if the abort failed."""

@@ -444,7 +444,7 @@ class ServingRequest:
             else:
                 self._end_with(self._find_error(exc))
         except Exception:
-            _log.exception("%s %s got no response", self._request.method, self._request.path)
+            _log.exception("%s %s: no error could be sent to the client", self._request.method, self._request.path)
         finally:
             self._finish()
 
@@ -519,7 +519,7 @@ class ServingRequest:
                 raise RequestEnded(ApiError(400, message, "background_refused", "background"))
         if timeline.tag:
             if parsed.stored_id and not stored_responses.is_open_to(parsed.stored_id, timeline.tag):
-                message = f"this client has no response {parsed.stored_id[:100]!r} at this router"
+                message = f"this client has no stored response {parsed.stored_id[:100]!r} at this router"
                 raise RequestEnded(ApiError(404, message, "response_not_found"))
             # The id of a stored response is not changed, because the client uses it in later requests.
             self._response.tag = b"" if parsed.stored_id or parsed.api.stores_answers else timeline.tag.encode()

@@ -480,7 +480,7 @@ def _explain_misfit(instances: Sequence[Instance]) -> ApiError:
     if not any(can_decode_for(p.tp_size, {d.tp_size for d in decodes}) for p in prefills):
         return ApiError(
             400,
-            "the tp_size of prefill and decode must be equal, or that of decode 1; registered are prefill "
+            "prefill and decode must have the same tp_size, or decode tp_size 1; registered are prefill "
             f"{sorted({p.tp_size for p in prefills})} and decode {sorted({d.tp_size for d in decodes})}",
             "tp_size_mismatch",
         )

@@ -95,7 +95,9 @@ class RouterSettings:
         "balancers stop using it first",
     )
     shutdown_grace_secs: float = _declare(
-        25.0, "server.shutdown-grace-secs", "seconds after that in which running requests may end (1 after Ctrl-C)"
+        25.0,
+        "server.shutdown-grace-secs",
+        "seconds after that delay in which running requests may end (1 after Ctrl-C)",
     )
     max_body_bytes: int = _declare(
         64 * 1024 * 1024, "server.max-body-bytes", "maximum size of a request's body in bytes"
@@ -148,7 +150,7 @@ class RouterSettings:
     balance_rel_threshold: float = _declare(
         0.2,
         "scheduler.balance-rel-threshold",
-        "such a difference as a fraction of the highest load; caches are ignored if both differences are exceeded",
+        "the same difference as a fraction of the highest load; caches are ignored if both thresholds are exceeded",
     )
     hit_ratio_weight: float = _declare(
         1.0, "scheduler.hit-ratio-weight", "weight of the cached part of a prompt in cache_aware"
@@ -431,8 +433,8 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     for entry in value if field.name == "session_headers" else ():
         if not _SESSION_HEADER.fullmatch(entry):
             raise SettingsError(
-                f"{name} has {entry!r}; it takes the name of a header, or two with a colon between them: that of the "
-                "session and that of its parent, such as x-chat-id:x-parent-chat-id"
+                f"{name} has {entry!r}; an entry is the header of the session's id, or two headers with a colon "
+                "between them, the second of the parent session's id, such as x-chat-id:x-parent-chat-id"
             )
     if field.name == "model_alias":
         _check_aliases(name, value)
@@ -447,7 +449,7 @@ def _check_aliases(name: str, entries: Iterable[str]) -> None:
         if not alias or not model:
             raise SettingsError(f"{name} has {entry!r}; an alias is NAME=MODEL, such as chat=Qwen3-8B")
         if models.setdefault(alias, model) != model:
-            raise SettingsError(f"{name} has {alias!r} twice, for {models[alias]!r} and for {model!r}")
+            raise SettingsError(f"{name} has the alias {alias!r} twice, for {models[alias]!r} and for {model!r}")
     for alias, model in models.items():
         if model in models:
-            raise SettingsError(f"{name}: {alias!r} is for {model!r}, which is an alias; name the model")
+            raise SettingsError(f"{name}: the alias {alias!r} is for {model!r}, which is another alias; name the model")

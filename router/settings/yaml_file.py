@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
         if len(node.value) > _MAX_DIGITS:
             raise YamlFileError(
                 f"line {node.start_mark.line + 1} has a whole number of {len(node.value)} digits; "
-                f"it may have {_MAX_DIGITS}"
+                f"at most {_MAX_DIGITS} are allowed"
             )
         return super().construct_yaml_int(node)
 

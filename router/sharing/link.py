@@ -219,7 +219,7 @@ class Link:
             if inspect.isawaitable(given):
                 given = await given
         except Exception:
-            _log.exception("a query from another process failed: %s", topic)
+            _log.exception("the query %r of another process could not be answered", topic)
         self.send_message("answers", asker, number, self.name, [] if given is None else [given])
 
     def _on_stop(self, grace: float) -> None:

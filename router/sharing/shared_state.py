@@ -308,7 +308,7 @@ class SharedState:
         if number > last + 1:  # this router has missed batches, which may have reported the end of a process
             self._forget_processes(sender)
         if sender not in self._received_at:
-            _log.info("router %s shares its state with this one", sender)
+            _log.info("router %s shares its state with this router", sender)
         self._received_at[sender] = self._clock()
         for message in batch:
             try:
@@ -335,7 +335,7 @@ class SharedState:
         if now - self._received_own_at > GONE_SECONDS:
             raise asyncio.TimeoutError(f"Redis sent nothing for {GONE_SECONDS:g} s")
         for router in [router for router, received_at in self._received_at.items() if now - received_at > GONE_SECONDS]:
-            _log.warning("router %s, which shared its state with this one, has stopped responding", router)
+            _log.warning("router %s, which shared its state with this router, has stopped responding", router)
             self._forget_router(router)
 
     def _forget_router(self, router: str) -> None:
@@ -359,7 +359,7 @@ class SharedState:
             for router in list(self._received_at):
                 self._forget_router(router)
         else:
-            _log.info("the shared state can be reached")
+            _log.info("the shared state can be reached, so this router exchanges data with the other routers")
         self._on_message(["state", trouble])
 
 
@@ -382,7 +382,7 @@ def _make_client(url: str) -> Redis:
     try:
         path = _PATH.match(url)
         if path is not None and not path[1].isdecimal():  # redis-py would use 0
-            raise ValueError(f"{path[1]!r} is not a database; it must be a number")
+            raise ValueError(f"the database {path[1]!r} is not a number")
         return Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
     except ValueError as exc:
         raise SettingsError(

@@ -318,7 +318,7 @@ class Supervisor:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                _log.error("no connection can be accepted: %s", exc.strerror)
+                _log.error("the router cannot accept another connection: %s", exc.strerror)
                 self._pause_accepting(ACCEPT_PAUSE_SECONDS)
                 return
             taker = next((each for each in workers if send_connection(each.connections, connection)), None)

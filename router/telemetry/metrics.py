@@ -69,11 +69,15 @@ _OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 _CACHE_EXACT = "router_instance_cache_exact"
 # The metrics of each instance: name, description, and a function that reads the value; None: the instance has no value.
 _OF_INSTANCE: Sequence[tuple[str, str, Callable[[Instance], float | None]]] = (
-    ("router_instance_requests", "Requests running", lambda each: each.load.requests),
-    ("router_instance_tokens", "Prompt tokens of the requests running, estimated", lambda each: each.load.tokens),
+    ("router_instance_requests", "Requests at the instance that have not ended", lambda each: each.load.requests),
+    (
+        "router_instance_tokens",
+        "Estimated prompt tokens of requests whose prefill is not complete",
+        lambda each: each.load.tokens,
+    ),
     (
         "router_instance_queued_tokens",
-        "Tokens that must be computed for requests without a first token",
+        "Tokens that the instance must still compute for requests without a first token",
         lambda each: each.load.queued,
     ),
     (
@@ -307,7 +311,7 @@ class RouterMetrics:
         if self._discovery is not None:
             text = "1: the cluster's API server reports the pods; 0: it does not, and the last known pods are used"
             yield GaugeMetricFamily("router_discovery_up", text, float(self._discovery.is_current))
-            text = "Pods of the selector by state"
+            text = "Pods that match the selector, by state"
             yield _gauge("router_discovered_pods", text, ("state",), self._discovery.count_pods())
         yield CounterMetricFamily(
             "router_access_log_lost_lines", "Lines that could not be written to the access log",
@@ -332,7 +336,7 @@ class RouterMetrics:
         name = "http_request_duration_seconds"
         durations = SummaryMetricFamily(
             name,
-            f"Time from a request's arrival to the end of its response; quantiles of the last {_QUANTILE_WINDOW} ones",
+            f"Time from a request's arrival to the end of its response; quantiles of the last {_QUANTILE_WINDOW}",
             labels=["method", "endpoint"],
         )
         for (method, endpoint), observed in self._durations.items():
@@ -366,11 +370,11 @@ class RouterMetrics:
         for name, text, value in (
             ("router_cache_request", "Completion requests whose instance was chosen by prefix", self._placed_by_prefix),
             ("router_cache_hit", "Completion requests for which cached tokens were expected", self._placed_on_a_hit),
-            ("router_predicted_cached_tokens", "Cached tokens predicted, if the engine reports them", self._predicted),
-            ("router_actual_cached_tokens", "Cached tokens reported for the same requests", self._actual),
+            ("router_predicted_cached_tokens", "Cached tokens that policies predicted", self._predicted),
+            ("router_actual_cached_tokens", "Cached tokens that engines reported for these requests", self._actual),
             (
                 "router_mispredicted_cached_tokens",
-                "Sum of the absolute difference of both per request",
+                "Sum over requests of the difference between predicted and reported cached tokens",
                 self._missed_by,
             ),
         ):
@@ -381,7 +385,7 @@ class RouterMetrics:
             ("router_retries", "Attempts that failed before the first byte, by instance", self._retries),
             ("router_aborts", "Requests aborted at an instance, because no client waits", self._aborts),
             ("router_reschedules", "Requests preempted and resumed, by instance", self._preemptions),
-            ("router_prompts_computed_twice", "Prompts that decode computed again after prefill", self._computed_twice),
+            ("router_prompts_computed_twice", "Prompts that both prefill and decode computed", self._computed_twice),
             ("router_resumptions", "Streams resumed after a failure, by instance", self._resumptions),
         ):
             yield _count(name, text, ("instance",), {instance.key: 0 for instance in self._registry} | counts)

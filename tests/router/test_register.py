@@ -260,7 +260,7 @@ def test_a_refusal_is_said_once(
     server, router = stand_in(), make_router(splitwise=True)
     with beside(router.url, server.port) as sidecar:
         wait_until(lambda: server.probes >= 4, "several heartbeats")
-        assert sidecar.output.count("refused with 400") == 1
+        assert sidecar.output.count("refused the registration with status 400") == 1
         assert "mixed" in sidecar.output
 
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     port = listener.getsockname()[1]
     print(f"the dashboard of {flags.router} is at http://{_format_host(flags.host)}:{port}", flush=True)
     if flags.token_file and flags.host not in (LOOPBACK, "localhost", "::1"):
-        warning = "everybody who reaches this page can drain instances, because it has the router's admin token"
+        warning = "everybody who reaches the page can drain instances, because the dashboard has the admin token"
         print(f"kvrouter dashboard: {warning}", file=sys.stderr, flush=True)
     collector = Collector(router, Scraper(verify), flags.pool, flags.interval)
     # Imported only here, because the import takes a second.

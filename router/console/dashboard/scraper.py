@@ -53,7 +53,7 @@ class Scraper:
         try:
             return read_instance_figures(parse_samples(page.text), listed)
         except ValueError as exc:
-            raise ScrapeError(f"{listed.metrics_url} is not in Prometheus's format: {exc}") from None
+            raise ScrapeError(f"{listed.metrics_url} does not have Prometheus's format: {exc}") from None
 
     async def fetch_master(self, address: str) -> MasterFigures:
         """Fetch the values of a master.
@@ -70,7 +70,7 @@ class Scraper:
         try:
             figures = parse_plain_metrics((await self._fetch(f"http://{address}/metrics")).text)
         except ValueError as exc:
-            raise ScrapeError(f"http://{address}/metrics is not in Prometheus's format: {exc}") from None
+            raise ScrapeError(f"http://{address}/metrics does not have Prometheus's format: {exc}") from None
         try:
             segments = read_segments(await self._fetch_object(f"http://{address}/get_segments_detail"))
         except ScrapeError:  # a standby master may not serve this path
@@ -83,7 +83,7 @@ class Scraper:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise ScrapeError(f"{url} is not a JSON object")
+            raise ScrapeError(f"the page {url} is not a JSON object")
         return found
 
     async def _fetch(self, url: str) -> httpx.Response:

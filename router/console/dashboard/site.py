@@ -93,7 +93,8 @@ class _HostGuard:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             else:
-                refusal = PlainTextResponse("This page answers only to its own address.\n", status_code=421)
+                text = "Open this page by an IP address, by localhost, or by the name given with --host.\n"
+                refusal = PlainTextResponse(text, status_code=421)
                 await refusal(scope, receive, send)
             return
         await self._app(scope, receive, send)

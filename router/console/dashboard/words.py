@@ -48,7 +48,7 @@ REASON_TEXTS: Mapping[str, str] = {
     "requests": "requests that ran at this instance",
     "other requests": "requests that ran at the other instance that was considered",
     "tokens": "prompt tokens that this instance had to process before this request",
-    "score": "the lowest of all instances; it grows with the load",
+    "score": "the score of this instance, the lowest of all; a score grows with the load",
     "hit ratio": "part of the prompt that the router expected in the instance's own cache, 0 to 1",
     "load difference": "difference of the highest and the lowest load; it was too large to consider caches",
     "by": "what the choice depends on: a session's key, the beginning of the prompt, or the fewest requests",

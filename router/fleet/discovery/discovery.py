@@ -96,7 +96,7 @@ class Discovery:
                 if self._watch.was_listed:
                     await self._reconcile()
             except Exception:
-                _log.exception("updating the instances from the pods failed; it is tried again")
+                _log.exception("the instances could not be updated from the state of the pods; another try follows")
 
     async def _reconcile(self) -> None:
         pods = dict(self._watch.pods)

@@ -152,14 +152,14 @@ class PodWatch:
         target = f"{self._path}?{_format_query(query)}".encode()
         exchange = self._pool.exchange(self._address, "GET", target, self._headers(), b"", fresh=True)
         loop = asyncio.get_running_loop()
-        late = TimedOut(f"{self._address.url} did not answer a watch within {ANSWER_SECONDS:g} s")
+        late = TimedOut(f"the API server {self._address.url} did not answer a watch within {ANSWER_SECONDS:g} s")
         timer = loop.call_later(ANSWER_SECONDS, exchange.fail, late)
         try:
             reader = ResponseReader(exchange)
             status = await reader.head()
             timer.cancel()
             seconds = WATCH_SECONDS + LATE_SECONDS
-            late = TimedOut(f"{self._address.url} did not end a watch within {seconds:g} s")
+            late = TimedOut(f"the API server {self._address.url} did not end a watch within {seconds:g} s")
             timer = loop.call_later(seconds, exchange.fail, late)
             if status == 410:
                 raise Gone
@@ -216,7 +216,7 @@ class PodWatch:
     def _note_trouble(self, sentence: str) -> None:
         """Record why the watch failed. Log it if it is the first failure, or a new one before the first list."""
         if self.trouble != sentence and (not self.trouble or not self.was_listed):
-            known = f"; the {len(self.pods)} known pods stay registered" if self.was_listed else ""
+            known = f"; the instances of the {len(self.pods)} known pods stay registered" if self.was_listed else ""
             _log.error("service discovery: %s%s; trying again", sentence, known)
         self.trouble = sentence
 

@@ -406,7 +406,8 @@ def test_bodies_of_waiting_requests_have_a_bounded_size(is_shared: bool, monkeyp
         assert refused.value.error.status == 429
         assert refused.value.error.code == "queue_full"
         assert refused.value.error.message == (
-            "1 requests wait, with bodies of 101 bytes, and this one has 1 bytes; at most 100 bytes may wait"
+            "1 requests are queued, with bodies of 101 bytes, and the body of this request has 1 bytes; the bodies of "
+            "queued requests may have 100 bytes in total"
         )
         assert refused.value.retry_after >= 1
         assert gate.refused["queue_full"] == 1

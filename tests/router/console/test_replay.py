@@ -71,7 +71,7 @@ def test_a_request_is_its_arrival_its_attempts_and_its_end(tmp_path: Path, capsy
         ({"healthy": False, "why": "refused a connection"}, "is unhealthy: refused a connection"),
         ({"draining": True}, "drains"),
         ({"paused": True}, "is paused"),
-        ({"breaker": "open"}, "has its breaker open"),
+        ({"breaker": "open"}, "has the breaker state open"),
         ({"weight": 0.25}, "has weight 0.25"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_change_between_two_files_of_a_ring_is_a_line(tmp_path: Path, capsys: 
     later = {**BEGIN, "time": 1005.0, "instances": {"i:1": {**STATE, "draining": True}}}
     write(tmp_path / "flight-1.jsonl", later, {"kind": "gone", "time": 1006.0, "instance": "i:1"}, STOP)
     lines = show(capsys, tmp_path)
-    assert [line[15:] for line in lines[3:5]] == ["mixed instance i:1 drains", "instance i:1 is gone"]
+    assert [line[15:] for line in lines[3:5]] == ["mixed instance i:1 drains", "instance i:1 was removed"]
 
 
 def test_a_process_that_was_killed_is_shown_with_the_requests_that_had_not_ended(

@@ -90,8 +90,8 @@ def test_without_the_admin_token_it_tells_loads_and_what_it_lacks(
     said = capsys.readouterr().out
     lines = " ".join(said.split())
     assert (
-        "requires its admin token for /registered; give the token's file with --token-file. Without it "
-        "only loads are known." in lines
+        "requires its admin token for /registered; give the token's file with --token-file. Without the "
+        "token, only loads are known." in lines
     )
     assert [line.split()[:4] for line in said.splitlines()][-1] == [instance.key, "mixed", "\u2013", "0"]
 

@@ -235,7 +235,7 @@ def test_it_has_tls_if_the_router_has(make_client: MakeClient, tmp_path: Any) ->
 
 
 def test_a_stream_that_does_not_begin_with_a_head_is_refused(make_client: MakeClient) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="the first message must be a head"):
+    with pytest.raises(grpc.aio.AioRpcError, match="the first message of a stream must be request_headers"):
         make_client().exchange([make_body()], 1)
 
 

@@ -267,12 +267,12 @@ def test_where_no_name_server_answers_instances_stay_as_they_are_and_the_log_say
     watched.upstream.error = NameUnresolved("cannot connect: Temporary failure in name resolution")
     watched.check(5)
     assert watched.instances[0].healthy
-    assert caplog.text.count("so its health is unchanged") == 1
+    assert caplog.text.count("so its state is unchanged") == 1
     watched.upstream.error = None
     watched.check()
     watched.upstream.error = NoRoom("Too many open files")
     watched.check(2)
-    assert caplog.text.count("so its health is unchanged") == 2
+    assert caplog.text.count("so its state is unchanged") == 2
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"rdma_ports": [1.5]}, "rdma_ports is"),
         ({"rdma_ports": [float("inf")]}, "rdma_ports is"),
         ({"rdma_ports": ["99999"]}, "rdma_ports has '99999'; a port is 1 to 65535"),
-        ({"transfer_protocol": ["udp"]}, "transfer_protocol has 'udp'; it may have 'ipc', 'rdma' and 'tcp'"),
+        ({"transfer_protocol": ["udp"]}, "transfer_protocol has 'udp'; its values are 'ipc', 'rdma' and 'tcp'"),
         ({"tp_size": 0}, "tp_size is 0; it must be a positive integer"),
         ({"tp_size": 1.5}, "tp_size is 1.5"),
         ({"tp_size": "1" * 5000}, "it must be a positive integer"),

@@ -170,7 +170,8 @@ def test_a_damaged_memory_does_not_cost_the_instances(path: Path, caplog: pytest
     snapshot(path, before, Remembers(b"\x00damaged")).save()
     snapshot(path, after, Remembers()).restore(now=0.0)
     assert len(list(after)) == 1
-    assert "of the mixed policy is not used: it is damaged" in caplog.text
+    assert "of the mixed policy in the snapshot" in caplog.text
+    assert "is not used: it is damaged" in caplog.text
 
 
 def test_a_memory_that_fails_in_an_unforeseen_way_ends_no_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +184,7 @@ def test_a_memory_that_fails_in_an_unforeseen_way_ends_no_start(path: Path, capl
     snapshot(path, before, Fails(b"forged")).save()
     snapshot(path, after, Fails()).restore(now=0.0)
     assert len(list(after)) == 1
-    assert "of the mixed policy is not used" in caplog.text
+    assert "of the mixed policy in the snapshot" in caplog.text
 
 
 def test_it_is_readable_to_its_user_alone_and_nothing_that_stands_in_its_way_is_followed(
@@ -257,7 +258,7 @@ GOOD: dict[str, Any] = {"format": "kvrouter snapshot 1", "written_at": 1000.0, "
         (b"[]", "it is damaged"),
         (orjson.dumps(GOOD), "it is damaged: 'policies'"),
         (orjson.dumps({**GOOD, "format": "2"}), "its format is '2'"),
-        (orjson.dumps({**GOOD, "policies": {}, "splitwise": True}), "it is of a router with --splitwise"),
+        (orjson.dumps({**GOOD, "policies": {}, "splitwise": True}), "a router with --splitwise has written it"),
         (orjson.dumps({**GOOD, "policies": {}, "written_at": 999.0 - STALE_SECONDS}), "it was written 601 s ago"),
         (orjson.dumps({**GOOD, "policies": {}, "written_at": 2000.0}), "it was written -1000 s ago"),
         (orjson.dumps({**GOOD, "policies": {}, "written_at": "x"}), "it is damaged"),

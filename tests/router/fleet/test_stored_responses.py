@@ -100,7 +100,7 @@ def test_with_keys_an_answer_is_its_clients_own(
         refused = last.client.request(method, path, json=body, headers=bob)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "response_not_found"), path
     unknown = last.client.get("/v1/responses/resp_b", headers=alice)
-    assert unknown.json()["error"]["message"] == "this client has no response 'resp_b' at this router"
+    assert unknown.json()["error"]["message"] == "this client has no stored response 'resp_b' at this router"
     assert len(instance.received) == before
     for method, path, body in asks:
         assert last.client.request(method, path, json=body, headers=alice).status_code == 200, path

@@ -169,7 +169,7 @@ def test_the_python_router_tells_a_misfit_of_tp_sizes_as_detail(make_router: Mak
     answer = router.chat()
     told = answer.json()
     assert answer.status_code == 400
-    assert told["detail"].startswith("the tp_size of prefill and decode must be equal, or that of decode 1")
+    assert told["detail"].startswith("prefill and decode must have the same tp_size, or decode tp_size 1")
     assert told["error"]["code"] == "tp_size_mismatch"
 
 

@@ -165,7 +165,7 @@ def test_one_that_fails_to_answer_is_left_out_at_once(caplog: pytest.LogCaptureF
         assert await first.ask_peers("sum") == [3]
 
     run_linked(run)
-    assert "a query from another process failed: sum" in caplog.text
+    assert "the query 'sum' of another process could not be answered" in caplog.text
 
 
 def test_one_that_hangs_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

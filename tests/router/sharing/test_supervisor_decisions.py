@@ -350,7 +350,7 @@ def test_without_a_descriptor_clients_wait_until_there_is_one(
         await until(lambda: full.num_refused > 0)
         await let_loop_run()
         assert full.num_refused == 1  # it pauses
-        assert "no connection can be accepted: Too many open files" in caplog.text
+        assert "the router cannot accept another connection: Too many open files" in caplog.text
         monkeypatch.setattr(module, "ACCEPT_PAUSE_SECONDS", 0.005)
         supervised.supervisor._resume_accepting()
         await until(lambda: full.num_refused > 2)

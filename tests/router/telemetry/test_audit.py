@@ -383,7 +383,7 @@ def test_explain_over_http(make_router: MakeRouter) -> None:
     assert router.client.get("/admin/explain/a/b").json()["status"] == 200
     unknown = router.client.get("/admin/explain/z")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
-    assert "request 'z' is not among the last 10000 that have ended" in unknown.text
+    assert "no request with the id 'z' is among the last 10000 requests that have ended" in unknown.text
 
 
 def test_each_attempt_and_its_legs_have_their_times(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

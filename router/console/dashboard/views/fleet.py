@@ -75,8 +75,8 @@ class _FleetView:
             return
         reports = list(last.instances.values())
         if last.listing_trouble:
-            text = make_sentence(last.listing_trouble)
-            self._banner.show("warn", f"{text} Without it only loads are known, and operator commands are disabled.")
+            text = "Without the token, only loads are known, and operator commands are disabled."
+            self._banner.show("warn", f"{make_sentence(last.listing_trouble)} {text}")
         else:
             self._banner.hide()
         self._draw_trends(reports, last)
@@ -214,7 +214,7 @@ class _Row:
         self._trouble.classes(remove="hidden") if trouble else self._trouble.classes(add="hidden")
 
     def _ask_to_drain(self) -> None:
-        text = "It gets no new requests. Its running requests continue to their end."
+        text = "The instance gets no new requests. Its running requests continue to their end."
         last = self._context.site.collector.history.last
         listed = [report.listed for report in last.instances.values()] if last else []
         if loss := describe_loss(listed, [self._key]):
@@ -222,7 +222,7 @@ class _Row:
         self._confirm(f"Drain {self._key}?", text, "Drain", partial(self._order, "drain"), kind="danger")
 
     def _ask_to_resume(self) -> None:
-        text = "It gets its share of new requests again."
+        text = "The instance gets its share of new requests again."
         self._confirm(f"Let {self._key} take requests again?", text, "Resume", partial(self._order, "resume"))
 
     def _ask_for_weight(self) -> None:
@@ -230,7 +230,7 @@ class _Row:
             put_text("h2", f"Weight of {self._key}")
             put_text(
                 "p",
-                "Factor for its share of the requests. With 0, it gets only requests that no other instance can serve.",
+                "Factor for the instance's share of the requests. With 0, it gets only what no other can serve.",
                 "note",
             )
             number = ui.number("Weight, 0 to 1", value=self._weight, min=0, max=1, step=0.05, format="%.2f").props(

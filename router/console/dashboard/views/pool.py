@@ -135,13 +135,13 @@ def _draw_masters(masters: tuple[MasterReport, ...]) -> str:
             ]
         )
     if not rows:
-        return '<div class="empty">None is configured.</div>'
+        return '<div class="empty">No master is configured.</div>'
     return draw_table(["Master", "Role", "State"], rows)
 
 
 def _draw_segments(serving: MasterFigures | None) -> str:
     if serving is None or not serving.segments:
-        return '<div class="empty">No client is known.</div>'
+        return '<div class="empty">No client with memory is known.</div>'
     rows = []
     for each in serving.segments:
         share = each.used / each.capacity if each.capacity else 0.0

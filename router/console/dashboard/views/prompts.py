@@ -60,7 +60,7 @@ class _PromptsView:
         self._draw_chart()
         self._table.show(_draw_instances(history, span))
         silent = [each.listed.key for each in last.instances.values() if each.figures is None] if last else []
-        text = f"No metrics of {', '.join(silent)}: they do not respond, or do not report prompt tokens."
+        text = f"No metrics of {', '.join(silent)}: they do not respond, or do not report their prompt tokens."
         self._note.set_text(text if silent else "")
 
     def _on_instance(self, change: ValueChangeEventArguments[Any]) -> None:

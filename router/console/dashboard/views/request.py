@@ -33,10 +33,10 @@ ESTIMATES = {"own tokens", "pool tokens", "cached tokens expected"}
 SEARCHED = 1000
 KINDS = {"": "All", "slow": "Slow", "failed": "Failed", "missed": "Missed"}
 _MEANINGS = {
-    "": f"The {LISTED} that ended last.",
-    "slow": f"Of the last {SEARCHED:,}, those with the latest first byte.",
-    "failed": f"Of the last {SEARCHED:,}, those with status 4xx or 5xx, but not 499, or with an error.",
-    "missed": f"Of the last {SEARCHED:,}, those with less than half of the prompt from a cache.",
+    "": f"The {LISTED} requests that ended last.",
+    "slow": f"Of the last {SEARCHED:,} requests, those with the latest first byte.",
+    "failed": f"Of the last {SEARCHED:,} requests, those with status 4xx or 5xx, but not 499, or with an error.",
+    "missed": f"Of the last {SEARCHED:,} requests, those with less than half of the prompt from a cache.",
 }
 
 
@@ -110,7 +110,7 @@ def _draw_list(requests: Sequence[Mapping[str, Any]]) -> str:
             ]
         )
     if not rows:
-        return '<div class="empty">There are none.</div>'
+        return '<div class="empty">There are no such requests.</div>'
     heads = ["Id", "When", "Status", "Served by", "Prompt tokens", "Cached", "First byte", "Total"]
     return draw_table(heads, rows, numbers=(4, 5, 6, 7))
 
@@ -166,7 +166,7 @@ def _draw_origin(explanation: Mapping[str, Any]) -> str:
         )
     text = f"Of {format_count(prompt)} prompt tokens {parts}, and {format_count(computed)} were computed."
     if (expected := explanation.get("predicted_cached_tokens")) is not None:
-        text += f" The router had expected {format_count(expected)} in that cache."
+        text += f" The router had expected {format_count(expected)} cached tokens."
     squares, size = draw_blocks(tokens)
     a_square = f"A square is {format_count(size)} token{'s' if size > 1 else ''}."
     return (
@@ -224,7 +224,7 @@ def _draw_attempts(explanation: Mapping[str, Any]) -> str:
     attempts: Sequence[Mapping[str, Any]] = explanation.get("attempts", ())
     prompt = explanation.get("prompt_tokens")
     parts = [_draw_attempt(number, attempt, prompt) for number, attempt in enumerate(attempts, start=1)]
-    text = "".join(parts) or '<p class="empty">It was sent to no instance.</p>'
+    text = "".join(parts) or '<p class="empty">The request was sent to no instance.</p>'
     return f'<section class="card"><h2>Attempts, with reasons</h2>{text}</section>'
 
 

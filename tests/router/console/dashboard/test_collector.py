@@ -56,7 +56,7 @@ def test_who_does_not_answer_is_told_in_a_sentence(make_router: MakeRouter, stan
     router, nobody = make_router(first, second), free_port()
     seen = look(router.url, [f"127.0.0.1:{nobody}", router.url.partition("//")[2]])
     assert "answers with status 404" in seen.instances[first.key].trouble
-    assert "is not in Prometheus's format" in seen.instances[second.key].trouble
+    assert "does not have Prometheus's format" in seen.instances[second.key].trouble
     assert list(seen.instances) == sorted([first.key, second.key])
     assert seen.masters[0].trouble.startswith(f"http://127.0.0.1:{nobody}/health does not answer: ")
     assert "/health is not a JSON object" in seen.masters[1].trouble

@@ -362,7 +362,7 @@ def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
     expect(meaning).to_be_visible()
     page.get_by_label("Id of the request").fill("nobody's")
     page.get_by_role("button", name="Look up").click()
-    page.get_by_text('request "nobody\'s" is not among the last 10000 that have ended').wait_for()
+    page.get_by_text('no request with the id "nobody\'s" is among the last 10000 requests that have ended').wait_for()
 
 
 def test_the_last_requests_are_filtered(router: RouterUnderTest, engine: Engine, instance: StandIn, page: Page) -> None:
@@ -375,7 +375,7 @@ def test_the_last_requests_are_filtered(router: RouterUnderTest, engine: Engine,
     bad.wait_for()
     expect(good).to_have_count(0)
     page.get_by_role("button", name="Missed").click()
-    page.get_by_text("There are none.").wait_for()
+    page.get_by_text("There are no such requests.").wait_for()
     page.get_by_role("button", name="Slow").click()
     good.wait_for()
 
