@@ -483,18 +483,6 @@ def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter,
     assert metric(router, "router_instance_requests", role="mixed", instance=instance.key) == 0
 
 
-def test_unknown_paths_do_not_make_new_metric_series(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    router = make_router(stand_in())
-    for i in range(3):
-        router.client.get(f"/v1/responses/{i}")
-    assert metric(router, "http_requests_total", method="GET", endpoint="other", status_code="200") == 3
-
-
-def test_a_path_outside_v1_is_a_404(make_router: MakeRouter) -> None:
-    response: httpx.Response = make_router().client.get("/nothing")
-    assert response.status_code == 404
-
-
 def test_an_abort_reaches_a_request_that_its_engine_knows_by_the_id_of_a_retry(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:

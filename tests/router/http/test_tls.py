@@ -76,20 +76,6 @@ def test_curl_gets_a_stream_over_https(make_https_router: MakeRouter, stand_in: 
     )
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [([], "missing_api_key"), (["--header", "Authorization: Bearer sk-mallory"], "invalid_api_key")]
-)
-def test_curl_with_a_wrong_key_is_told_so(
-    make_https_router: MakeRouter, made: Certificate, tmp_path: Path, sent: list[str], code: str
-) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice: sk-alice\n")
-    router = make_https_router(api_keys_file=str(keys))
-    answer = curl("--cacert", str(made.certfile), f"{router.url}{CHAT}", "--data", "{}", *sent)
-    body, status = answer.stdout.splitlines()
-    assert (status, json.loads(body)["error"]["code"]) == ("401", code)
-
-
 def test_curl_that_does_not_know_the_certificate_refuses_it(make_https_router: MakeRouter) -> None:
     answer = curl(f"{make_https_router().url}/health")
     assert (answer.returncode, answer.stdout) == (60, "\n000")

@@ -15,7 +15,7 @@ import pytest
 from router.serving import attempt
 from router.serving.attempt import PREAMBLE_BYTES, Attempt, Leg
 from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, full_backlog, streams
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer
 from tests.support.waiting import wait_until
 
 MakeRouter = Callable[..., RouterUnderTest]
@@ -223,15 +223,6 @@ def test_prefills_own_4xx_reaches_the_client_unchanged_and_decode_is_aborted(
     wait_until(lambda: nothing_runs_at(decode), "decode's leg to end")
 
 
-def test_decodes_500_reaches_the_client_where_no_other_decode_exists(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
-    prefill, decode = stand_in("prefill", hangs()), stand_in("decode", answers(500, b"boom"))
-    response = make_router(prefill, decode, splitwise=True).chat(request_id="r")
-    assert (response.status_code, response.content) == (500, b"boom")
-    wait_until(lambda: nothing_runs_at(prefill), "prefill's leg to end")
-
-
 @pytest.mark.parametrize(
     "failing",
     [
@@ -246,25 +237,6 @@ def test_decodes_500_reaches_the_client_where_no_other_decode_exists(
 class TestAFailingLeg:
     """What happens when one leg fails before the first byte of the answer."""
 
-    def test_prefill_without_another_gives_one_clear_502(
-        self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
-    ) -> None:
-        prefill, decode = stand_in("prefill", failing), stand_in("decode", hangs())
-        response = make_router(prefill, decode, splitwise=True).chat(request_id="r")
-        error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (502, "prefill_failed")
-        assert prefill.key in error["message"]
-        wait_until(lambda: nothing_runs_at(decode), "decode's leg to end")
-
-    def test_prefill_is_replaced_by_another(
-        self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
-    ) -> None:
-        good = stand_in("prefill")
-        decode = stand_in("decode", answers_when_prefilled_by(good))
-        router = make_router(stand_in("prefill", failing), good, decode, splitwise=True)
-        assert [router.chat(request_id=f"r{i}").status_code for i in range(4)] == [200] * 4
-        assert len(good.received) == 4
-
     def test_decode_is_replaced_by_another_and_the_retry_has_its_own_id(
         self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
     ) -> None:
@@ -276,28 +248,6 @@ class TestAFailingLeg:
         assert {r.json["disaggregate_info"]["decode_connector_port"] for r in good.received} == {
             str(good.registration()["connector_port"])
         }
-
-
-def answers_when_prefilled_by(prefill: StandIn) -> Behaviour:
-    """Answer once this prefill has the same request, as a decode instance that waits for its KV does."""
-
-    async def behave(request: Received, respond: Responder) -> None:
-        while not any(got.body == request.body for got in prefill.received):
-            if respond.peer_left.is_set():
-                respond.keep_alive = False
-                return
-            await asyncio.sleep(0.01)
-        await respond.answer(200, chat_answer())
-
-    return behave
-
-
-def test_a_decode_that_refuses_connections_is_replaced(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    prefill, dead, good = stand_in("prefill"), stand_in("decode"), stand_in("decode")
-    router = make_router(prefill, dead, good, splitwise=True)
-    dead.stop()
-    assert [router.chat().status_code for _ in range(4)] == [200] * 4
-    assert len(good.received) == 4
 
 
 def test_a_prefill_that_refuses_connections_gives_502_then_503_that_names_the_role(
@@ -390,39 +340,11 @@ def test_prefill_failing_after_decode_began_to_answer_does_no_harm(
         assert response.read() == b"data: 1\n\ndata: 2\n\n"
 
 
-def test_load_counters_return_to_zero_whatever_happened(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    prefill, decode = stand_in("prefill"), stand_in("decode")
-    router = make_router(prefill, decode, splitwise=True)
-    for behave in (answers(), answers(500, b""), answers(400, b""), cuts(), streams("a", "b")):
-        decode.behave = behave
-        router.chat()
-    prefill.behave = cuts()
-    decode.behave = hangs()
-    router.chat()
-
-    def loads() -> list[tuple[int, int]]:
-        return [(i.load.requests, i.load.tokens) for i in router.app.registry]
-
-    wait_until(lambda: loads() == [(0, 0), (0, 0)], "the counters")
-
-
 def _send_chat(port: int, body: dict[str, Any]) -> socket.socket:
     data = json.dumps(body).encode()
     sock = socket.create_connection(("127.0.0.1", port))
     sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
     return sock
-
-
-def test_an_instance_that_never_accepts_is_replaced(
-    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 0.2)
-    prefill, mute, good = stand_in("prefill"), stand_in("decode"), stand_in("decode")
-    router = make_router(prefill, mute, good, splitwise=True)
-    mute.stop()
-    with full_backlog(mute.port):
-        assert [router.chat().status_code for _ in range(2)] == [200, 200]
-    assert len(good.received) == 2
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -476,7 +398,13 @@ def test_an_error_of_hand_over_is_found_behind_the_ids_of_a_long_prompt(
 
 def test_a_text_about_an_error_of_hand_over_is_none(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill = stand_in("prefill", answers(body=chat_answer('what does {"error": "PD Error"} mean?')))
-    decode = stand_in("decode", answers_when_prefilled_by(prefill))
+
+    async def answer_after_prefill(_: Received, respond: Responder) -> None:
+        while not prefill.answered:
+            await asyncio.sleep(0.01)
+        await respond.answer(200, chat_answer())
+
+    decode = stand_in("decode", answer_after_prefill)
     assert make_router(prefill, decode, splitwise=True).chat().status_code == 200
     assert len(prefill.received) == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -95,13 +94,6 @@ def test_the_answers_hop_by_hop_headers_stay_behind(make_router: MakeRouter, sta
     response = make_router(instance).chat()
     assert "x-hop" not in response.headers
     assert response.headers.get("connection") != "close, X-Hop"
-
-
-def test_a_busy_instance_is_replaced_by_another(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    busy, free = stand_in("mixed", answers(429, b"busy")), stand_in()
-    router = make_router(busy, free)
-    assert [router.chat().status_code for _ in range(4)] == [200] * 4
-    assert len(busy.received) >= 1
 
 
 def test_a_pooled_connection_gone_stale_does_not_cost_the_request(
@@ -251,22 +243,6 @@ def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(make_router: Make
     assert (response.status_code, error_of(response)["code"]) == (504, "request_timeout")
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
     wait_until(lambda: instance.running == 0, "the connection to be closed")
-
-
-def test_many_requests_at_once_all_get_their_own_answer(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    async def echoes(request: Any, respond: Any) -> None:
-        await respond.answer(200, json.dumps({"n": request.json["n_asked"]}).encode())
-
-    instances = [stand_in(role, echoes) for role in ("prefill", "prefill", "decode", "decode")]
-    router = make_router(*instances, splitwise=True)
-
-    async def all_of_them() -> list[int]:
-        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
-            url = f"{router.url}/v1/chat/completions"
-            responses = await asyncio.gather(*(client.post(url, json={"n_asked": i}) for i in range(64)))
-        return [response.json()["n"] for response in responses]
-
-    assert router.thread.run(all_of_them()) == list(range(64))
 
 
 def test_the_openai_client_works(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -61,35 +61,6 @@ def break_circuit(instance: Instance, now: float) -> None:
         instance.record_failure(now, "it answered with 500")
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "paired"),
-    [
-        ({}, {}, True),
-        ({"version": "a"}, {"version": "a"}, True),
-        ({"version": "a"}, {"version": "b"}, False),
-        ({"version": None}, {"version": "a"}, False),
-        ({"version": 1}, {"version": "1"}, True),
-        ({"tp_size": 4}, {"tp_size": 4}, True),
-        ({"tp_size": 4}, {"tp_size": 1}, True),
-        ({"tp_size": 1}, {"tp_size": 4}, False),
-        ({"connected_decodes": []}, {}, True),
-        ({"connected_decodes": ["10.0.0.2:1"]}, {}, True),
-        ({"connected_decodes": [{"host_ip": "10.0.0.2", "port": "1", "role": "DECODE"}]}, {}, True),
-        ({"connected_decodes": ["10.0.0.2:2"]}, {}, False),
-    ],
-)
-def test_a_pair_is_of_one_version_and_fitting_size_and_connected_if_it_connects_ahead(
-    prefill: dict[str, Any], decode: dict[str, Any], paired: bool
-) -> None:
-    fleet = Fleet()
-    fleet.add(*PREFILL, **prefill)
-    fleet.add(*DECODE, **decode)
-    if paired:
-        assert fleet.chosen() == {"10.0.0.1:1>10.0.0.2:1": 24}
-    else:
-        assert fleet.refusal().error.status in (400, 503)
-
-
 def test_versions_that_are_rolled_out_side_by_side_are_never_mixed() -> None:
     fleet = Fleet()
     for version in "ab":

@@ -68,26 +68,6 @@ def router(tmp_path: Path) -> Iterator[Router]:
         yield Router(process, found.group(1))
 
 
-def test_connections_are_shared_out_evenly(router: Router, stand_in: MakeStandIn) -> None:
-    instance = stand_in(behave=stream_until_told(event := asyncio.Event()))
-    instance.register(router.url)
-
-    async def run() -> list[int]:
-        async with httpx.AsyncClient(
-            trust_env=False, verify=False, timeout=30, limits=httpx.Limits(max_connections=20)
-        ) as client:
-            streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(20)]
-            while len(instance.received) < 20:
-                await asyncio.sleep(0.01)
-            counts = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in router.workers()]
-            instance.thread.loop.call_soon_threadsafe(event.set)
-            await asyncio.gather(*streams)
-            return counts
-
-    first, second = asyncio.run(run())
-    assert abs(first - second) <= 4
-
-
 def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
     router: Router, stand_in: MakeStandIn
 ) -> None:
@@ -113,13 +93,6 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
     assert after == ["whole"] * NUM_STREAMS
     wait_until(lambda: len(router.workers()) == 2, "another worker")
     assert "was killed by SIGKILL; another one replaces it" in router.process.output
-
-
-def test_a_worker_that_is_told_to_end_alone_does_and_is_replaced(router: Router) -> None:
-    ended = router.workers()[0]
-    os.kill(ended, signal.SIGTERM)
-    wait_until(lambda: "ended with status 0; another one replaces it" in router.process.output, "its end")
-    wait_until(lambda: len(router.workers()) == 2 and ended not in router.workers(), "another worker")
 
 
 def test_all_workers_killed_are_replaced_and_know_the_instances_and_end_with_the_router_even_at_their_start(
@@ -187,27 +160,6 @@ def count_room_of_queue() -> int:
         channel, other = map(opened.enter_context, socket.socketpair(type=socket.SOCK_DGRAM))
         channel.setblocking(False)
         return next(n for n in itertools.count() if not send_connection(channel, other))
-
-
-def test_figures_are_whole_again_after_a_worker_died(router: Router, stand_in: MakeStandIn) -> None:
-    instance = stand_in(behave=stream_until_told(asyncio.Event()))
-    instance.register(router.url)
-
-    async def run() -> None:
-        async with httpx.AsyncClient(
-            trust_env=False, verify=False, timeout=30, limits=httpx.Limits(max_connections=8)
-        ) as client:
-            streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(8)]
-            while len(instance.received) < 8:
-                await asyncio.sleep(0.01)
-            for pid in router.workers():
-                os.kill(pid, signal.SIGKILL)
-            assert set(await asyncio.gather(*streams)) == {"connection lost"}
-
-    asyncio.run(run())
-    figures = plain_http.get(f"{router.url}/metrics", timeout=30).text
-    assert "router_running_requests 0.0" in figures
-    assert re.search(r'router_instance_requests\{instance="\S+",role="mixed"\} 0\.0', figures)
 
 
 @pytest.mark.parametrize("to_all", [True, False])

@@ -151,16 +151,6 @@ def test_prefill_gets_the_tokens_so_far_too(make_router: MakeRouter, stand_in: M
     assert prefill.received[1].json["completion_token_ids"] == [100, 101]
 
 
-def test_usage_counts_the_prompt_and_each_token_once(router: tuple[RouterUnderTest, StandIn]) -> None:
-    running, decode = router
-    for stream in (True, False):
-        decode.behave = Preempting([3, 2])
-        prompt, completion = len(PROMPT_IDS), len(PIECES)
-        total = prompt + completion
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
-        assert ask(running, stream)["usage"] == [usage]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_leg_that_fails_after_a_preemption_is_made_good_by_another_pair(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool

@@ -273,27 +273,6 @@ def test_a_stream_that_hangs_goes_on_elsewhere_and_is_aborted(make_router: MakeR
     wait_until(lambda: sum(len(each.aborted) for each in instances) == 1, "the abort")
 
 
-def test_a_stream_of_an_instance_that_answers_no_probes_goes_on_elsewhere(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
-    breaking = Breaking("fastdeploy", [3], hang=True)
-    instances = [breaking.serve(stand_in("mixed")) for _ in range(2)]
-
-    def hangs(behave: Behaviour, instance: StandIn) -> Behaviour:
-        async def begin(request: Received, respond: Responder) -> None:
-            instance.answers_probes = bool(breaking.legs)
-            await behave(request, respond)
-
-        return begin
-
-    for instance in instances:
-        instance.behave = hangs(instance.behave, instance)
-    router = make_router(
-        *instances, health_check_interval_secs=0.2, health_check_timeout_secs=0.2, health_failure_threshold=1
-    )
-    assert read(ask(router, CHAT)) == undisturbed(CHAT)
-
-
 @pytest.mark.parametrize(
     ("more", "why"),
     [
