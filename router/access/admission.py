@@ -263,7 +263,7 @@ class AdmissionClient:
     """Forwards calls to the process that has the ``Admission`` of all workers, and counts this process's requests."""
 
     is_limited = True
-    """Whether any limit is set, as in ``Admission``."""
+    """Whether any limit is set. It is always True, because without limits this class is not used."""
 
     def __init__(
         self,
@@ -297,10 +297,10 @@ class AdmissionClient:
         return False
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
-        """See ``Admission.enter``.
+        """Wait until the supervisor admits the request of ``client``. The arguments are those of ``Admission.enter``.
 
         Raises:
-            Refused: for the same reasons.
+            Refused: status 429: the queue is full, the request waited too long, or the client has used all its tokens.
         """
         if trouble := _explain_bytes(self.waiting, self.waiting_bytes, body_bytes):
             self.refused["queue_full"] += 1
@@ -320,7 +320,7 @@ class AdmissionClient:
         self.running += 1
 
     def leave(self, client: str, tokens: int = 0) -> None:
-        """Release the place of an admitted request; see ``Admission.leave``."""
+        """Tell the supervisor that an admitted request of ``client`` has ended. Arguments as in ``Admission.leave``."""
         self.running -= 1
         self._report_end(client, tokens)
 

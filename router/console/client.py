@@ -68,7 +68,7 @@ class TokenWanted(RouterError):
 
 
 class Sample(NamedTuple):
-    """One sample of ``/metrics``: its labels and its value."""
+    """One sample of a metric in Prometheus's text format: its labels and its value."""
 
     labels: Mapping[str, str]
     value: float
@@ -106,7 +106,7 @@ class RouterClient:
         await self._http.aclose()
 
     async def read_metrics(self) -> dict[str, list[Sample]]:
-        """Return the samples of ``/metrics`` by metric name. They include all processes of the router."""
+        """Return the samples of the router's ``/metrics`` by metric name. They cover all its processes."""
         return parse_samples((await self._fetch("GET", "/metrics")).text)
 
     async def list_instances(self) -> list[dict[str, Any]]:
@@ -115,12 +115,12 @@ class RouterClient:
         return [instance for role in ROLES for instance in listed[role]]
 
     async def read_shared_state(self) -> str:
-        """Return why the router cannot reach the other routers; ``""`` if it can, or if there are none."""
+        """Return why the router cannot reach the other routers; ``""`` if they can be reached, or if there are none."""
         response = await self._fetch("GET", "/health")
         return str(response.json().get("shared_state", "")) if response.content else ""
 
     async def read_drain(self, instance: str) -> dict[str, Any]:
-        """Return whether an instance drains, and how many requests it is running."""
+        """Return whether an instance drains, and how many requests the instance is running."""
         progress: dict[str, Any] = (
             await self._fetch("GET", f"/admin/drain?instance={quote(instance, safe='')}")
         ).json()

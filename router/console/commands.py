@@ -31,7 +31,7 @@ COMPLETION, SHELLS = "--print-completion", ("bash", "zsh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program of a command; without a command, run the router. Return the exit status: 2 if it is unknown."""
+    """Run the program of a command; without a command, run the router. Return the exit status; 2: unknown command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0].startswith(COMPLETION):
         return _print_completion(arguments)

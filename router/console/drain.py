@@ -267,7 +267,7 @@ class _Progress:
         self.show(instance, f"{instance} is {outcome['state']}, with {_count(outcome['running_requests'])}")
 
     def show(self, instance: str, sentence: str) -> None:
-        """Show a sentence about an instance, unless it is the one that is shown now."""
+        """Show a sentence about an instance, unless this sentence is shown already."""
         if self._shown.get(instance) == sentence:
             return
         self._shown[instance] = sentence

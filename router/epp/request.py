@@ -112,7 +112,7 @@ class GatewayRequest(ClientRequest):
         self._write_message = write
         self._on_complete = on_complete
         self.on_served: Callable[[Instance], None] | None = None
-        """See ``Gateway.on_served``."""
+        """Called with the instance to which the gateway has sent the request, if it is not the chosen one."""
         self._exchange: GatewayExchange | None = None  # the exchange that the gateway performs; None until it begins
         self._response_head: Headers = []  # the headers of the response that the gateway has reported
         self._awaits_head = False  # whether the gateway waits for a reply to the head of the response

@@ -47,7 +47,7 @@ class HealthMonitor:
         self._excused = 0.0
 
     async def keep_probing(self) -> None:
-        """Probe all instances now, then each every ``health_check_interval_secs``, until this task is cancelled."""
+        """Probe all instances now, then each one every ``health_check_interval_secs``, until this task is cancelled."""
         await self._run_round(self.check_all)
         while True:
             await self._run_round(self._probe_one_by_one)

@@ -158,7 +158,7 @@ class Instance:
         self.cache_known: str | None = None
         """How the instance's cache is known from KV events: ``exact`` or ``degraded``; None without KV events."""
         self.share = 1.0
-        """Factor from 0 to 1 that an operator has set for the instance's share of the requests."""
+        """Weight from 0 to 1 that an operator has set: a factor of the instance's share of the requests."""
         self.permanent, self.has_heartbeat = permanent, has_heartbeat
         self.last_registered = self.last_healthy = now
         self._events = events
@@ -272,7 +272,7 @@ class Instance:
             self._events.logged.emit(self)
 
     def note_health_elsewhere(self, now: float) -> None:
-        """Record that another process can reach the instance. It then stays registered, even if this process cannot."""
+        """Record that another process can reach the instance. So the instance stays registered here, too."""
         self.last_healthy = now
 
     def renew_registration(self, registration: Registration, now: float, *, proven: bool = True) -> None:
@@ -343,7 +343,7 @@ class Instance:
             self._events.new_orders.emit()
 
     def set_share(self, share: float, *, is_remote: bool = False) -> None:
-        """Set the factor for the instance's share of the requests. With 0, it gets only what no other can serve."""
+        """Set the weight of the instance. With weight 0, it gets only requests that no other instance can serve."""
         if self.share != share:
             self.log_change(_WEIGHT, logging.INFO, f"has weight {share:g}", is_remote=is_remote)
             self.share = share

@@ -51,7 +51,7 @@ class StoredResponses:
             self._instances.popitem(last=False)
 
     def find_instance(self, response_id: str) -> str | None:
-        """Return the key of the instance that stores a response; None if it is unknown."""
+        """Return the key of the instance that stores a response; None if no instance is known to store it."""
         return self._instances.get(response_id, (None, ""))[0]
 
     def is_open_to(self, response_id: str, client: str) -> bool:

@@ -67,7 +67,7 @@ class ApiError(NamedTuple):
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def error_event(self, path: str = "") -> bytes:
-        """Return the error as an event of a stream. In OpenAI's format it ends a stream that has no other event."""
+        """Return the error as an event of a stream. In OpenAI's format, this event alone may end a stream."""
         return encode_error_event(self.body(path), path)
 
     def sse(self, path: str = "") -> bytes:

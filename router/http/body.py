@@ -235,7 +235,7 @@ def _search_form(data: bytes, start: int, end: int) -> slice | None:
 
 
 def whole_number(value: Any) -> int | None:
-    """Return a member's value as an integer; None if it is none. Like engines, accept 10.0, "10" and "10.0" for 10."""
+    """Return a member's value as an integer; None if it is no integer. Like engines, accept 10.0, "10" and "10.0"."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -312,7 +312,7 @@ def encode_member(name: str, value: Any) -> bytes:
 
 
 def splice(body: InferenceBody, added: Mapping[str, bytes]) -> bytes:
-    """Return the same as ``splice_parts``, joined to one body."""
+    """Return the body with the members ``added``, like ``splice_parts``, but in one piece."""
     return b"".join(splice_parts(body, added))
 
 

@@ -323,7 +323,7 @@ class ResponseReader:
         return b"".join(parts)
 
     def on_data(self, data: bytes, is_end: bool) -> None:
-        """See ``Receiver``."""
+        """Store the body bytes that one read of the socket brought, and wake the task that waits for them."""
         if data:
             self._chunks.append(data)
             self._size += len(data)
@@ -332,7 +332,7 @@ class ResponseReader:
         self._wake()
 
     def on_failed(self, error: Exception) -> None:
-        """See ``Receiver``."""
+        """Store the error of the failed exchange, and wake the task that waits for the response."""
         self._error = error
         self._wake()
 

@@ -213,15 +213,15 @@ class Policy(Protocol):
         """
 
     def forget_instance(self, key: str) -> None:
-        """Delete everything that is known about the cache of an instance, because it has restarted or ended."""
+        """Delete what is known about the cache of the instance ``key``, because the instance has restarted or ended."""
 
 
 DEFAULTS = PolicyOptions()
 
 requests_of = attrgetter("requests")
-"""Returns ``InstanceLoad.requests``, for use with ``map``."""
+"""Function that returns ``InstanceLoad.requests``, for use with ``map``."""
 tokens_of = attrgetter("tokens")
-"""Returns ``InstanceLoad.tokens``, for use with ``map``."""
+"""Function that returns ``InstanceLoad.tokens``, for use with ``map``."""
 
 
 _AnyPolicy = TypeVar("_AnyPolicy", bound="PolicyBase")
@@ -231,7 +231,7 @@ class PolicyBase:
     """Base of policies that store nothing about instances or past requests."""
 
     token_seconds = 0.0
-    """See ``Policy.token_seconds``."""
+    """Seconds for a token of work, as in ``Policy``. It stays 0, because these policies do not learn it."""
 
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -243,14 +243,14 @@ class PolicyBase:
         self._turns = Turns()
 
     def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
-        """See ``Policy.observe_outcome``."""
+        """Do nothing, because these policies do not learn from results."""
 
     def make_sibling(self: _AnyPolicy) -> _AnyPolicy:
-        """See ``Policy.make_sibling``."""
+        """Return a policy of the same class and with the same options, for requests of another model."""
         return type(self)(self._options, self._clock)
 
     def forget_instance(self, key: str) -> None:
-        """See ``Policy.forget_instance``."""
+        """Do nothing, because these policies store nothing about instances."""
 
 
 class Turns:

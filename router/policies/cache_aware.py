@@ -20,7 +20,7 @@ class CacheAware(PrefixPolicy):
     name = "cache_aware"
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the candidate with the lowest score; if the loads differ too much, the one with the fewest tokens."""
         chunks, options = request.chunks, self._options
         loads = self._measure_loads(candidates)
         highest, difference = max(loads), max(loads) - min(loads)

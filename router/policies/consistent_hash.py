@@ -26,7 +26,7 @@ class ConsistentHash(PolicyBase):
     """
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the candidate that is the first in the order of the request's key, unless it is overloaded."""
         if request.key:
             seed, by = xxhash.xxh3_64_intdigest(request.key.encode(errors="surrogatepass")), "key"
         elif request.chunks:

@@ -70,7 +70,7 @@ class PoolAware(PrefixPolicy):
         self._update_costs()
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the candidate with the least cost for this request, given all caches and queues."""
         chunks, prompt, per_chunk = request.chunks, request.prompt_tokens, request.tokens_per_chunk
         match = self._index.look_up(chunks, self._kept_seconds) if chunks else _NO_MATCH
         alpha, fetch_cost, own, pool = self.alpha, self.fetch_cost, match.own, match.pool
@@ -124,7 +124,7 @@ class PoolAware(PrefixPolicy):
         return Decision(chosen.key, reasons, work, cached_tokens, (own_chunks, match.pool))
 
     def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
-        """See ``Policy.observe_outcome``."""
+        """Learn the costs of tokens, and how long instances keep chunks, from the result of a request."""
         super().observe_outcome(request, decision, outcome)
         if not outcome.prompt_tokens or outcome.cached_tokens is None:
             return

@@ -22,7 +22,7 @@ class Random(PolicyBase):
     """Chooses an instance at random, each with the same probability."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose one of ``candidates`` at random."""
         chosen = random.choice(candidates)
         return Decision(chosen.key, {"policy": "random", "candidates": len(candidates)}, request.prompt_tokens)
 
@@ -31,7 +31,7 @@ class RoundRobin(PolicyBase):
     """Chooses the instances in turn."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the next of ``candidates`` in round-robin order."""
         turn = self._turns.taken
         chosen = self._turns.take_next(candidates)
         return Decision(chosen.key, {"policy": "round_robin", "turn": turn}, request.prompt_tokens)
@@ -41,7 +41,7 @@ class PowerOfTwo(PolicyBase):
     """Draws two instances at random, and chooses the one with fewer running requests."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Draw two of ``candidates``, and choose the one with fewer running requests."""
         pair = random.sample(candidates, min(2, len(candidates)))
         chosen = min(pair, key=requests_of)
         reasons: dict[str, float | str] = {
@@ -56,7 +56,7 @@ class RequestNum(PolicyBase):
     """Chooses the instance with the fewest running requests. Suits decode: its steps take longer with more requests."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the candidate with the fewest running requests."""
         chosen = self._turns.take_least(candidates, list(map(requests_of, candidates)))
         return Decision(chosen.key, {"policy": "request_num", "requests": chosen.requests}, request.prompt_tokens)
 
@@ -65,7 +65,7 @@ class ProcessTokens(PolicyBase):
     """Chooses the instance with the fewest prompt tokens to process. Suits prefill: its time grows with the tokens."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the candidate with the fewest prompt tokens to process."""
         chosen = self._turns.take_least(candidates, list(map(tokens_of, candidates)))
         return Decision(chosen.key, {"policy": "process_tokens", "tokens": chosen.tokens}, request.prompt_tokens)
 
@@ -74,7 +74,7 @@ class FdMetricsScore(PolicyBase):
     """Chooses the instance with the lowest score of FastDeploy, computed from this router's running requests."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the candidate with the lowest score, its number of running requests."""
         chosen = self._turns.take_least(candidates, list(map(requests_of, candidates)))
         return Decision(chosen.key, {"policy": "fd_metrics_score", "score": chosen.requests}, request.prompt_tokens)
 
@@ -87,7 +87,7 @@ class FdRemoteMetricsScore(PolicyBase):
     """
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """See ``Policy.choose_instance``."""
+        """Choose the candidate with the lowest score, computed from running and waiting requests."""
         weight = self._options.waiting_weight
 
         scores: list[float] = []

@@ -565,7 +565,7 @@ class _PrefillReceiver:
         self._size = 0
 
     def on_data(self, data: bytes, is_end: bool) -> None:
-        """See ``Receiver``."""
+        """Store bytes of prefill's response. At the end of the response, report it to the attempt."""
         self._chunks.append(data)
         self._size += len(data)
         if self._size > 4 * KEPT_BYTES:  # not after every piece, because joining copies
@@ -575,7 +575,7 @@ class _PrefillReceiver:
             self._attempt.on_prefill_end(b"".join(self._chunks), None)
 
     def on_failed(self, error: Exception) -> None:
-        """See ``Receiver``."""
+        """Report the failure of prefill's exchange to the attempt."""
         self._attempt.on_prefill_end(b"".join(self._chunks), error)
 
 

@@ -68,7 +68,7 @@ class Proxy:
         self.is_leaving = False
         """Whether clients should close their connections, because this process will stop."""
         self.known_targets: Mapping[bytes, str] = {path.encode(): path for path in FORWARDED}
-        """See ``DataPlane.known_targets``."""
+        """The path of each request target that needs no further check: the forwarded paths without placeholders."""
         self._timeout = services.settings.request_timeout_secs
         # If an instance fails its probes, its streams that have sent no data for this time are ended.
         self._silence = services.settings.health_check_interval_secs

@@ -101,7 +101,7 @@ class ClientResponse:
         self.token_count: TokenCount | None = None
         """Counts the tokens of a stream if the client has a token limit; else None."""
         self.hides_usage = self.has_null_usages = False
-        """Whether the router has requested the usage, and whether the events have a null usage because of that."""
+        """Whether the router has requested the usage, and whether the other events therefore have a null usage."""
         self._request = request
         self._incomplete = b""  # the beginning of an event that has not arrived completely
         self._comment_timer: asyncio.TimerHandle | None = None

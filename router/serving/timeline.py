@@ -57,7 +57,7 @@ class RequestTimeline:
         self.sent_id = ""
         """The id that the client sent in a header; ``""`` if it sent none."""
         self.client_ids = _NO_IDS
-        """See ``RequestRecord.client_ids``."""
+        """Ids from the client's headers and body, by their names in the access log, such as ``session_id``."""
         self.trace_id = ""
         self.trace: RequestTrace | None = None
         """The trace of the request; None if it is not traced."""

@@ -67,7 +67,7 @@ class FleetSync:
         await self._link.ask_peers("heard")
 
     async def announce_orders(self, instance: Instance) -> None:
-        """Send a command for an instance to the others, and wait until the other routers have received it, too.
+        """Send a command for an instance to all other processes, and wait until they have received the command.
 
         After that, the operator's next command has a later version, whichever router receives it.
         """
@@ -75,7 +75,7 @@ class FleetSync:
         await self._link.ask_peers("heard", everywhere=True)
 
     def announce_removal(self, instance: Instance) -> None:
-        """Notify the others that an instance was removed because of its pod."""
+        """Notify the other processes that service discovery has removed an instance."""
         self._send_record(instance, is_news=True, is_removed=True)
 
     def announce_lost_cache(self, key: str) -> None:

@@ -56,7 +56,7 @@ class Hub:
     def __init__(self, name: str = "router", clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            name: name of this router for the others.
+            name: name of this router for the other routers.
             clock: monotonic clock in seconds. It decides when a record without renewal is dropped.
         """
         self.name = name

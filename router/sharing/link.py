@@ -82,13 +82,13 @@ class Link:
         return name.partition("-")[0] == self.name.partition("-")[0]
 
     def subscribe_to_leave(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the router will stop soon; immediately if this is known already."""
+        """Call ``callback`` when the router will stop soon; at once if the supervisor has announced the stop before."""
         self._leave_callback = callback
         if self.is_leaving:
             callback()
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with the grace time in seconds when this process must end; at once if it must already."""
+        """Call ``callback`` with the grace time in seconds when this process must end; at once if it must end already."""
         self._stop_callback = callback
         if self._grace is not None:
             callback(self._grace)

@@ -76,7 +76,7 @@ class SharedState:
         """
         Args:
             url: for example ``redis://host:6379/0``.
-            name: name of this router for the others.
+            name: name of this router for the other routers.
             on_message: called with the other routers' messages, and with messages about the connection to them.
             list_records: returns this router's records by key.
             clock: monotonic clock in seconds. It decides when a router counts as dead.

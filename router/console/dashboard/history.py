@@ -91,7 +91,7 @@ class History:
         return self._moments[-1] if self._moments else None
 
     def add(self, moment: Moment) -> None:
-        """Store the result of a poll, and delete results that are too old."""
+        """Store the result of a poll, and delete the results of polls that are older than the history."""
         self._moments.append(moment)
         while self._moments[0].time < moment.time - self._seconds:
             self._moments.popleft()

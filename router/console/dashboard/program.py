@@ -27,8 +27,10 @@ _AUTHORITY = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:.]+\]):\d{1,5}", re.ASCII)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve the page until a signal arrives. Return the exit status: 1 if that is impossible, 2 if the flags are
-    wrong.
+    """Serve the page until a signal arrives.
+
+    Returns:
+        The exit status: 1 if the page cannot be served, 2 if the flags are wrong.
     """
     parser = make_parser()
     try:

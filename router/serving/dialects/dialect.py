@@ -41,7 +41,7 @@ class LegPlan(NamedTuple):
 
 
 class NotAsPair(Exception):
-    """A pair cannot serve the request. The message is the reason."""
+    """A pair cannot serve the request, but perhaps decode alone can. The message is the reason."""
 
     def __init__(self, message: str, *, decode_serves_alone: bool) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class NotAsPair(Exception):
 
 
 class NotReady(Exception):
-    """A pair cannot be used before a fact about it is known. ``learn`` asks for it or raises ``UpstreamError``."""
+    """A pair cannot be used before a fact about it is known. ``learn`` queries the fact or raises ``UpstreamError``."""
 
     def __init__(self, learn: Callable[[ConnectionPool], Awaitable[None]]) -> None:
         super().__init__("a pair is not ready")

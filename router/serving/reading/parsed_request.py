@@ -82,7 +82,7 @@ class RequestHead:
         self.client_ids: dict[str, str] = {
             name: value[:MAX_CLIENT_ID] for name, value in zip(_SESSION_IDS, self.session, strict=True) if value
         }
-        """See ``RequestRecord.client_ids``. Several requests share this dictionary, so it must not be changed."""
+        """Ids from the client's headers, by their names in the access log. Several requests share this dictionary."""
         for name, value in request.headers:
             if name == b"traceparent":
                 self.trace_id = value[3:35].decode("latin-1")
@@ -169,7 +169,7 @@ class ParsedRequest:
         """Id of the stored response that the request continues or accesses; ``""`` if there is none."""
         self.wants_stream = False
         self.client_ids: Mapping[str, str] = head.client_ids
-        """See ``RequestRecord.client_ids``."""
+        """Ids from the client's headers and body, by their names in the access log, such as ``session_id``."""
         if request.path not in GENERATING:
             self.request_id = head.sent_id or _make_request_id()
             model = find_model(request.body)

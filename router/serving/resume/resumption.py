@@ -27,7 +27,7 @@ _JSON = [(b"content-type", b"application/json")]
 
 
 class Resumption:
-    """State of a request that was preempted or interrupted at least once."""
+    """State of a request that an instance has preempted or interrupted at least once."""
 
     __slots__ = ("_breaks", "_broken_by", "_preemptions", "_settings")
 

@@ -50,7 +50,7 @@ _STATES = {
 
 
 class _FleetView:
-    """The view in one browser."""
+    """The view "Fleet" in one browser."""
 
     def __init__(self, context: Context) -> None:
         self._collector = context.site.collector

@@ -47,7 +47,7 @@ class Site:
 
 @dataclass
 class Context:
-    """A view in one browser."""
+    """A view in one browser, with the time range that its user has chosen."""
 
     site: Site
     request: Request
@@ -65,12 +65,12 @@ class Context:
         ui.context.client.on_delete(callback)
 
     def refresh_now(self) -> None:
-        """Show the values of the last poll."""
+        """Call all ``refreshers``, so that the view shows the values of the last poll."""
         for refresh in self.refreshers:
             refresh()
 
     def put_span_choice(self) -> None:
-        """Put the selector of the time range here."""
+        """Put the selector of the time range into the element that is open now."""
         toggle = ui.toggle([span.title for span in SPANS], value=self.span.title, on_change=self._on_span)
         toggle.classes("choice").props(f'{TOGGLE_PROPS} aria-label="Length of time shown"')
 
@@ -131,7 +131,7 @@ class _News:
         self._shown: object = self  # before the first update, a value that is neither None nor the result of a poll
 
     def update(self) -> None:
-        """Show the result of the last poll, unless it is shown already."""
+        """Show the result of the last poll, unless this result is shown already."""
         last = self._context.history.last
         if last is self._shown:
             return

@@ -34,7 +34,7 @@ class Markup(ui.html):
         super().__init__(content, sanitize=False, tag=tag)
 
     def show(self, content: str) -> None:
-        """Show this HTML, unless it is shown already."""
+        """Show ``content``, which is HTML, unless the element shows it already."""
         if content != self.content:
             self.set_content(content)
 

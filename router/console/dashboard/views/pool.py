@@ -25,7 +25,7 @@ _WAYS = (("Read", "get", "pool"), ("Written", "put", "accent"))
 
 
 class _PoolView:
-    """The view in one browser."""
+    """The view "Pool" in one browser."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

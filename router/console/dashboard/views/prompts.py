@@ -25,7 +25,7 @@ ALL = "All instances"
 
 
 class _PromptsView:
-    """The view in one browser."""
+    """The view "Prompts" in one browser."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

@@ -41,7 +41,7 @@ _MEANINGS = {
 
 
 class _RequestView:
-    """The view in one browser."""
+    """The view "Request" in one browser."""
 
     def __init__(self, context: Context) -> None:
         self._router = context.site.collector.router

@@ -31,7 +31,7 @@ _OUTPUT_TOKEN = read_router(lambda router: router.output_token)
 
 
 class _TrafficView:
-    """The view in one browser."""
+    """The view "Traffic" in one browser."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
