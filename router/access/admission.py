@@ -86,8 +86,8 @@ class Admission:
     def try_enter(self, client: str, tokens: int = 0) -> bool:
         """Admit a request of ``client`` if it may run now. Return False if it must wait.
 
-        This is fair to the queue: if requests wait although the total limit is not reached, the limits of their own
-        clients are reached.
+        No queued request is passed over: if requests are queued although the total limit is not reached, their clients
+        have reached their own limits.
 
         Args:
             client: name of the client.
@@ -329,7 +329,7 @@ Limits = Admission | AdmissionClient
 
 
 def _explain_bytes(waiting: int, waiting_bytes: int, coming: int) -> str:
-    """Return why a request may not wait: the queued bodies would be too large. Return ``""`` if it may wait."""
+    """Return why a request may not be queued: the queued bodies would be too large. Return ``""`` if it may."""
     if not waiting_bytes or not coming or waiting_bytes + coming <= MAX_WAITING_BYTES:
         return ""
     return (

@@ -36,7 +36,7 @@ _SCHEME = b"bearer "
 
 
 class Auth:
-    """Checks the API keys and tokens that are sent with requests. The settings name the files with the valid ones."""
+    """Checks the API keys and tokens that are sent with requests. The settings name the files of the valid secrets."""
 
     def __init__(self, settings: RouterSettings) -> None:
         """
@@ -48,7 +48,7 @@ class Auth:
         self._clients: dict[bytes, str] = {}
         self._priorities: dict[str, int] = {}
         self.token_rates: dict[str, float] = {}
-        """Limits of tokens per second of the clients that have their own limit. Changed in place with the file."""
+        """Limits of tokens per second, of clients that have their own limit. A changed file changes this dictionary."""
         self.cache_salts = CacheSalts({}) if settings.cache_salt_per_key else None
         """Cache salts of the clients; None if the clients' caches are not separated."""
         self.tags: dict[str, str] = {}

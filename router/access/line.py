@@ -111,4 +111,4 @@ class _Level(Generic[T]):
         # Clients in the order of their turns; the requests of each in order of arrival.
         self.clients: dict[str, dict[T, None]] = {}
         self.passed_over = 0
-        """Number of requests of higher priorities served in a row while a request of this priority could have been."""
+        """Number of requests of higher priorities served in a row while a request of this priority was waiting."""

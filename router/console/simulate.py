@@ -383,7 +383,7 @@ def replay(
 
 
 def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
-    """Spread requests with equal timestamps randomly over the time until the next timestamp. Their order stays."""
+    """Spread requests with equal timestamps randomly over the time until the next timestamp, in the same order."""
     dice = random.Random(seed)
     moments = [list(group) for _, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at)]
     starts = [moment[0].at for moment in moments]

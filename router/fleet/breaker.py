@@ -38,7 +38,7 @@ class Breaker:
         return now >= self.retry_at
 
     def record_success(self) -> bool:
-        """Record a successful request. Return whether this has closed the breaker."""
+        """Record a successful request. Return whether the success has closed the breaker."""
         self.failures = 0
         if self.state == "closed":
             return False
@@ -46,7 +46,7 @@ class Breaker:
         return True
 
     def record_failure(self, now: float) -> bool:
-        """Record a failed request. Return whether this has opened the breaker."""
+        """Record a failed request. Return whether the failure has opened the breaker."""
         self.failures += 1
         # While the breaker is open, only requests fail that were sent before it opened.
         if self.state == "open" or (self.state == "closed" and self.failures < FAILURES):
@@ -55,5 +55,5 @@ class Breaker:
         return True
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Try one request although the breaker is not closed. No other request is sent until the trial ends."""
+        """Try one request although the breaker is not closed. The instance gets no other one until this trial ends."""
         self.state, self.retry_at = "half_open", now + OPEN_SECONDS

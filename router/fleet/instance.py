@@ -211,7 +211,7 @@ class Instance:
         """Return the factor, at the time ``now``, by which the instance's part of the requests is multiplied: from 0 to
         1.
 
-        The factor is ``share``. For some time after a restart, it is less.
+        The factor is ``share``. For some time after a restart of the instance, the factor is less than ``share``.
         """
         if now >= self._warm_at:
             return self.share
@@ -364,7 +364,7 @@ class Instance:
             self._events.bump_generation()
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Try one request although the breaker is not closed. No other request is sent until the trial ends."""
+        """Try one request although the breaker is not closed. The instance gets no other one until this trial ends."""
         self.breaker.begin_half_open_trial(now)
         self._events.bump_generation()
 

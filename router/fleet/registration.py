@@ -49,7 +49,7 @@ class EngineKind(str, enum.Enum):
     VLLM = "vllm"
     SGLANG = "sglang"
     OPENAI = "openai"
-    """Any other engine with OpenAI's endpoints."""
+    """Any engine with OpenAI's endpoints except FastDeploy, vLLM and SGLang."""
 
 
 class KvConnector(str, enum.Enum):
@@ -97,7 +97,7 @@ class Registration:
     version: str | None
     """Version of the model. All instances without a version have the same one."""
     connected_decodes: frozenset[str]
-    """Keys of the decode instances to which a prefill instance has connected in advance; empty if it does not."""
+    """Keys of the decode instances to which a prefill instance has connected in advance; empty if there are none."""
     metrics_port: int
     engine: EngineKind
     bootstrap_port: int
@@ -109,7 +109,7 @@ class Registration:
     kv_events: Mapping[str, str]
     """Where the instance publishes KV events: ``endpoint``, optionally ``replay_endpoint`` and ``topic``; or empty."""
     start_id: str
-    """Value that identifies the instance's process; another process at this address has another. ``""`` if unknown."""
+    """Value that only one process at this address ever has, which identifies the process; ``""`` if unknown."""
     fields: Mapping[str, Any]
 
     @property

@@ -48,7 +48,7 @@ class PersistentPolicy(Protocol):
     """A policy that stores its state in the snapshot."""
 
     def prepare_dump(self) -> Callable[[], bytes]:
-        """Return a function that encodes the present state of the policy. It may be slow, and may run in any thread."""
+        """Return a function that encodes the present state of the policy, perhaps slowly. Any thread may call it."""
 
     def load_dump(self, data: bytes) -> None:
         """Load the state of an earlier policy of the same name.
@@ -65,7 +65,7 @@ class OrderVersions(Protocol):
         """Return the version of the latest commands for an instance; (0, "") if there were none."""
 
     def note_restored_orders(self, instance: Instance, version: tuple[int, str]) -> None:
-        """Record that the commands of ``instance`` were restored from a snapshot, with this version."""
+        """Record that the commands of ``instance`` were restored from a snapshot, in which they have ``version``."""
 
 
 def read_boot_clock() -> tuple[str, float]:
@@ -182,7 +182,7 @@ class Snapshot:
                 _log.warning("the state of the %s policy in the snapshot %s is not used: %s", role, self._path, exc)
 
     def _gather_contents(self) -> _Contents:
-        """Collect the contents of the file. The router serves no requests until this returns."""
+        """Collect the contents of the file. The router serves no requests until this method returns."""
         boot, since_boot = self._boot_clock()
         document: dict[str, Any] = {
             "format": _FORMAT,

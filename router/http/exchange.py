@@ -236,7 +236,7 @@ class Exchange:
             receiver.on_data(data, is_end)
 
     def on_lost(self, error: UpstreamError) -> None:
-        """Fail, because the connection was lost before the response was complete. The connection calls this."""
+        """Fail, because the connection was lost before the response was complete. The connection calls this method."""
         self._connection = None
         if self._may_be_stale:
             error = StaleConnection(f"{self.address} closed an idle connection while the router sent the request on it")
@@ -372,7 +372,7 @@ class Connection(asyncio.Protocol):
         self._parser: Any = None
         self._exchange: Exchange | None = None
         self.is_open = True
-        """Whether a request may be sent on this connection. If false, its exchange may still get a response."""
+        """Whether a request may be sent on this connection. If not, an earlier exchange may still get its response."""
         self._is_paused = False
         self._keep_alive = False
         # State of the response that is being received:
@@ -412,7 +412,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def drop(self) -> None:
-        """Close a new connection that no exchange waits for. Needed because uvloop does not report its end."""
+        """Close a new connection that no exchange waits for, and whose end uvloop would not report."""
         self.abort()
         self.connection_lost(None)
         self._transport, self._is_made = cast(asyncio.Transport, None), False

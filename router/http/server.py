@@ -431,7 +431,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     @property
     def _own_requests(self) -> list[Any]:
-        """Return the request being served, the waiting ones, and the last one that was read. Some may have ended."""
+        """Return the request being served, the waiting requests, and the last request that was read, even if it ended."""
         requests = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         return [request for request in requests if request is not None]
 
@@ -596,7 +596,7 @@ class RouterProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close the connection when the server stops, after its request. A TLS client gets one second to confirm."""
+        """Close the connection after its present request. A TLS client gets one second to confirm the end."""
         super().shutdown()
         if self.scheme == "https" and self.transport.is_closing():
             self.loop.call_later(GOODBYE_SECONDS, self._cut_goodbye_short)

@@ -113,7 +113,7 @@ class RequestFeatures:
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """The load of one instance by requests from this router that have not ended. Policies only read it."""
+    """The load of one instance by requests from this router that have not ended. Policies only read this load."""
 
     key: str
     """Address of the instance as ``host:port``."""
@@ -198,7 +198,7 @@ class Policy(Protocol):
     """Chooses an instance from candidates. A policy may store what it learns. Only one thread calls it."""
 
     token_seconds: float
-    """Time in which an instance does one token of work, in seconds; 0 if the policy has not learned it."""
+    """Seconds that an instance needs for one token of work; 0 if the policy has not learned this time."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """Choose one of ``candidates``, of which there is at least one."""

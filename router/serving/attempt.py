@@ -100,7 +100,7 @@ class Trouble(enum.Enum):
     ERROR = "error"
     """The instance refused the request for a reason that is not in the request: status 429 or 5xx."""
     HAND_OVER = "hand-over"
-    """The KV transfer between prefill and decode failed. It is unknown which instance is the cause."""
+    """The KV transfer between prefill and decode failed. Either instance may be the cause."""
     REJECTION = "rejection"
     """The instance refused the request because of its content: any other status that is not a success."""
     STALL = "stall"

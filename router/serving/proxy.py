@@ -449,7 +449,7 @@ class ServingRequest:
             self._finish()
 
     def _find_error(self, exc: Exception) -> ApiError | None:
-        """Return the error for the client; None if it has disconnected. Log an error whose cause is the router."""
+        """Return the error for the client; None if the client has disconnected. Log it if the router is the cause."""
         if isinstance(exc, RequestEnded):
             return exc.error
         if isinstance(exc, BadBody):
@@ -461,7 +461,7 @@ class ServingRequest:
         return ApiError(500, "the router failed to handle the request", "router_error")
 
     def _finish(self) -> None:
-        """Release everything that the request uses. If a part of this fails, do the rest."""
+        """Release everything that the request uses. If one step fails, the other steps are still done."""
         if self not in self._live:
             return
         self._live.discard(self)

@@ -114,7 +114,7 @@ class ClientResponse:
         """Return whether the response, which is not an event stream, has arrived completely.
 
         Raises:
-            RequestEnded: the client already has a part of a response, which this one cannot continue.
+            RequestEnded: the client already has a part of a response, which this response cannot continue.
         """
         key = attempt.answering.instance.key
         if self._request.response_started:
@@ -125,7 +125,7 @@ class ClientResponse:
         return is_end
 
     def relay_whole(self, attempt: Attempt, body: bytes, router_headers: bytes) -> bool:
-        """Send the complete response of an attempt. Return False if it was preempted, and another segment follows."""
+        """Send the complete response of an attempt. Return False if another segment follows, after a preemption."""
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
             merged = self.merger.feed(exchange.status, body)

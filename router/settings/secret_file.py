@@ -144,7 +144,7 @@ def read_token(path: Path, setting: str) -> str:
 
 
 def stamp_file(path: Path) -> tuple[int, int] | None:
-    """Return modification time and inode of a file, which show whether it has changed; None if it does not exist."""
+    """Return modification time and inode of a file, which change with the file; None if there is no file."""
     try:
         found = path.stat()
     except OSError:

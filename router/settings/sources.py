@@ -247,7 +247,7 @@ def _read_document(path: Path, flag: str) -> Any:
 
 
 def _check_single(path: Path, name: str, value: Any) -> str:
-    """Return the unknown ``name`` if its value is not a map. Refuse a map: it may contain a setting for protection."""
+    """Return the unknown ``name``. Refuse a map as its value, which may contain a setting that protects the router."""
     if isinstance(value, dict):
         raise SettingsError(
             f"{path}: {name} is a group of settings, but the router has no such group; --config takes a flat "

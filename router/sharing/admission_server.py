@@ -57,7 +57,7 @@ class AdmissionServer:
         work.add_done_callback(lambda _: self._entering.pop((worker, number), None))
 
     def cancel_request(self, worker: str, number: int) -> None:
-        """Remove a worker's request from the queue. If it has been admitted already, this has no effect."""
+        """Remove a worker's request from the queue. A request that was admitted already stays admitted."""
         if (work := self._entering.get((worker, number))) is not None:
             work.cancel()
 

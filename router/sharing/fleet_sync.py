@@ -83,7 +83,7 @@ class FleetSync:
         self._link.publish_event("lost_cache", key)
 
     def find_orders_version(self, key: str) -> Version:
-        """Return the version of the latest operator commands for this address; ``NEVER`` if there were none."""
+        """Return the version of the latest operator commands for the address ``key``; ``NEVER`` if there were none."""
         known = self._known.get(key)
         return NEVER if known is None else known.ordered
 
@@ -209,11 +209,11 @@ class FleetSync:
         return registration
 
     def _peer_logs(self, teller: str) -> bool:
-        """Return whether another process of this router logs this event: its sender, or the router's first process."""
+        """Return whether another process of this router logs an event: its sender ``teller``, or the first process."""
         return self._link.is_of_same_router(teller) or not self._link.is_first
 
     def _update_models(self, instance: Instance, record: dict[str, Any]) -> None:
-        """Store the models that another process received from the instance, if it queried later than this one."""
+        """Store the models that another process received from the instance, unless this process queried it later."""
         asked_at = time.monotonic() - record["models_age"]
         if record["models"] is not None and asked_at > instance.models_asked_at:
             instance.set_models(frozenset(record["models"]), asked_at, is_remote=self._peer_logs(record["teller"]))

@@ -163,7 +163,7 @@ class Hub:
             self.routers.send_message("limits", self.name, running, charged)
 
     def _on_record(self, source: str, key: str, record: Any) -> None:
-        """Merge a record with the stored one, and forward the result. Return it to a sender that had older parts."""
+        """Merge a record with the stored one, and forward the result. Return the result to a sender that had older parts."""
         kept = self._keep_record(key, record)
         if kept is not None:
             self._forward(source, "keep", key, kept)
@@ -240,7 +240,7 @@ class Hub:
             self.routers.send_message(*message)
 
     def _send_figures(self, asker: str, number: int, answers: list[Any]) -> None:
-        """Send a worker the metrics of all others. For a worker that has not answered, send its previous metrics."""
+        """Send a worker the metrics of all other workers; of a worker that has not answered, the previous metrics."""
         for name, figures in answers:
             self._counters.note_figures(name, figures)
         self._send_answers(asker, asker, number, self._counters.list_others(asker))

@@ -88,7 +88,7 @@ class Link:
             callback()
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with the grace time in seconds when this process must end; at once if it must end already."""
+        """Call ``callback`` with the grace time in seconds when this process must end; immediately if that is known."""
         self._stop_callback = callback
         if self._grace is not None:
             callback(self._grace)
@@ -122,7 +122,7 @@ class Link:
         self.send_message("publish", self.name, topic, content)
 
     def keep_record(self, key: str, record: dict[str, Any]) -> None:
-        """Send a record to the peers, also to processes that start later. It replaces an earlier record of this key.
+        """Send a record to the peers, also to processes that start later. It replaces the earlier record of ``key``.
 
         Args:
             key: address of the instance.
@@ -236,7 +236,7 @@ class Link:
 
 
 def _resolve(waiting: asyncio.Future[Any] | None, result: Any) -> bool:
-    """Set the result of a future. Return False if no task waits for it any more."""
+    """Set the result of the future ``waiting``. Return False if no task waits for this future any more."""
     if waiting is None or waiting.done():
         return False
     waiting.set_result(result)

@@ -58,7 +58,7 @@ class SharedLoad(InstanceLoad):
 
 
 class LoadSync:
-    """Adds the other processes' requests to the loads in ``registry``, and sends the others this process's counts."""
+    """Adds the requests of other processes to the loads in ``registry``, and sends them the counts of this process."""
 
     def __init__(self, link: Link, registry: Registry) -> None:
         self._link = link

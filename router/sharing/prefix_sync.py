@@ -29,7 +29,7 @@ _Prefixes = Mapping[str, Sequence[Any]]
 
 
 class PrefixSync:
-    """Sends the prompts that this process has placed to the other processes, and adds theirs to the policies."""
+    """Sends the prompts that this process has placed to the other processes, and adds their prompts to the policies."""
 
     def __init__(self, link: Link, policies: Mapping[Role, Policy]) -> None:
         self._link = link
@@ -72,7 +72,7 @@ class PrefixSync:
                 policy.note_chain(array("Q", data), key)
 
     def _load_prefixes(self, prefixes: _Prefixes) -> None:
-        """Load the prefixes for each policy that knows fewer. They replace the policy's own prefixes."""
+        """Load the prefixes for each policy that knows fewer prefixes. They replace the prefixes of this policy."""
         for role, (num_chunks, dump) in prefixes.items():
             try:
                 if num_chunks > self._policies[role].num_chunks:

@@ -60,8 +60,9 @@ def read_versions(record: Any) -> tuple[Version, Version]:
 
 
 def merge_records(known: dict[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the later of both parts. Of equal registrations, ``record``'s is used, as it may be a
-    renewal.
+    """Return a record with the later registration and the later commands of two records.
+
+    If the versions of the registrations are equal, that of ``record`` is used, because it may be a renewal.
 
     Raises:
         ValueError: ``record`` is not a record.

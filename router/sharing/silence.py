@@ -30,7 +30,7 @@ class ThreadTimes(NamedTuple):
     ran: float
     """Seconds for which the thread had a CPU."""
     waited: float
-    """Seconds for which the thread was runnable without a CPU, until it last got one."""
+    """Seconds for which the thread was runnable without a CPU; a wait counts when it has ended."""
 
 
 def read_thread_times(pid: int) -> ThreadTimes | None:
@@ -50,7 +50,7 @@ def read_thread_times(pid: int) -> ThreadTimes | None:
 
 
 class Silence:
-    """Measures for how long one worker has been silent although it could run."""
+    """Measures for how long one worker could run, but has sent no message."""
 
     def __init__(
         self,

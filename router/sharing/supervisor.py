@@ -62,7 +62,7 @@ class WorkerTask(NamedTuple):
     is_first: bool
     is_replacement: bool
     num_replaced: int
-    """Number of workers that have replaced a dead one, including this worker."""
+    """Number of workers that have replaced a dead worker, perhaps including this worker."""
     channel: socket.socket
     """The worker's end of the channel to the supervisor."""
     connections: socket.socket
@@ -341,7 +341,7 @@ class Supervisor:
             self._accept_connections()
 
     def _list_by_load(self) -> list[_Worker]:
-        """Return the workers that may get a connection: the one with the fewest connections first, silent ones last."""
+        """Return the workers that may get a connection, by their number of connections; silent workers last."""
         quiet_before = self._clock.now() - QUIET_SECONDS
         ready = [worker for worker in self._workers.values() if worker.is_ready]
         return sorted(ready, key=lambda worker: (worker.silence.began_at < quiet_before, worker.load))

@@ -94,7 +94,7 @@ class Audit:
             self._output = None
 
     def explain_request(self, request_id: str) -> dict[str, Any] | None:
-        """Return how the instances of the last request with this id were chosen, and its result; None if it is unknown.
+        """Return how the instances of the last request with this id were chosen, and its result; None: no such request.
 
         The id may have the prefix ``chatcmpl-`` or ``cmpl-``, which engines add.
         """
@@ -133,7 +133,7 @@ class Audit:
 
 
 class _Output:
-    """A file or stream for lines. Writing to it never blocks."""
+    """A file or stream for the lines of the access log. Writing a line never blocks."""
 
     def __init__(self, descriptor: int, *, owned: bool) -> None:
         self._failed = False

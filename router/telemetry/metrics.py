@@ -118,7 +118,7 @@ _TOKENS_OF = {
 
 
 class RouterMetrics:
-    """All counters of the router. At a scrape, it also reads the values of other objects, such as the registry."""
+    """The metrics of the router: its counters, and values that are read from other objects when Prometheus scrapes."""
 
     def __init__(
         self, registry: Registry, admission: Limits, audit: Audit, num_replaced: int = 0, dialect: str = "python"

@@ -46,7 +46,7 @@ class _Sample(NamedTuple):
 
 
 class InstancesNeeded:
-    """Samples the fleet's load once per second, and computes the number of instances that it needs."""
+    """Samples the load of the instances once per second, and computes how many instances the traffic needs."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, token_seconds: Callable[[Role], float]) -> None:
         """

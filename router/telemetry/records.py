@@ -121,7 +121,7 @@ class RequestRecord:
     cached_tokens: int | None = None
     """Cached tokens from the usage, if the engine that computed the prompt reported them; else None."""
     own_cached_tokens: int | None = None
-    """Cached tokens from the instance's own cache; the others came from the pool. Only our engine reports it."""
+    """Cached tokens from the instance's own cache; the others came from the pool. Only our engine reports this."""
     decode_cached_tokens: int | None = None
     """Cached tokens that a pair's decode instance reported. They include all tokens that prefill has computed."""
     predicted_cached_tokens: int | None = None

@@ -29,7 +29,7 @@ class InstanceReport:
     listed: Listed
     figures: InstanceFigures | None = None
     trouble: str = ""
-    """Why the instance's metrics are missing, in one sentence; ``""`` if they are not."""
+    """Why the instance's metrics are missing, in one sentence; ``""`` if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Moment:
     """Time of the poll, in seconds since 1970."""
     router: RouterFigures | None = None
     trouble: str = ""
-    """Why the router's metrics are missing, in one sentence; ``""`` if they are not."""
+    """Why the router's metrics are missing, in one sentence; ``""`` if they are known."""
     listing_trouble: str = ""
-    """Why the router does not list its instances, in one sentence: it requires its admin token."""
+    """Why the router does not list its instances, in one sentence: it requires its admin token; ``""`` if it does."""
     instances: Mapping[str, InstanceReport] = field(default_factory=dict)
     masters: tuple[MasterReport, ...] = ()
 

@@ -87,7 +87,7 @@ class Pair(ABC):
         return NO_MEMBERS
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
-        """Return why decode seems to have computed the prompt again; ``""`` if there is no sign of it.
+        """Return why decode seems to have computed the prompt again; ``""`` if nothing indicates that.
 
         Args:
             answer: prefill's response.

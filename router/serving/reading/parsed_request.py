@@ -164,7 +164,7 @@ class ParsedRequest:
         self.model = b""
         """The member ``model`` with the model's name if the client sent an alias; else ``b""``."""
         self.api: Api = _NO_API
-        """The endpoint, if it generates tokens."""
+        """How the endpoint's bodies differ from those of others; an empty ``Api`` if it generates no tokens."""
         self.stored_id = ""
         """Id of the stored response that the request continues or accesses; ``""`` if there is none."""
         self.wants_stream = False

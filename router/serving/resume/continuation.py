@@ -45,7 +45,7 @@ class Merger(Protocol):
         """The text of ``shown_ids``."""
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
-        """Set the prompt that the next instance must report, or None if it need not report one."""
+        """Set the prompt that the next instance must report; None if that instance need not report a prompt."""
 
 
 class CannotContinue(Exception):
@@ -61,7 +61,7 @@ def needs_prompt(engine: EngineKind) -> bool:
 
 
 def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[str, Any]:
-    """Return the members to set in the request for an instance of ``engine``; empty if it begins again.
+    """Return the members to set in the request for an instance of ``engine``; empty if the response begins again.
 
     Raises:
         CannotContinue: this engine cannot continue the stream exactly.

@@ -42,7 +42,7 @@ class EventTemplate(NamedTuple):
 
 
 def learn_template(event: bytes) -> EventTemplate | None:
-    """Return the template of an event; None if the event is not a usual one.
+    """Return the template of an event; None if the event is not a usual event.
 
     A usual event has the next tokens of one sequence, and its members have a certain order.
     """

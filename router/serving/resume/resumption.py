@@ -39,7 +39,7 @@ class Resumption:
     async def prepare_after_preemption(
         self, merger: StreamMerger | ResponseMerger, decode: Instance, upstream: ConnectionPool
     ) -> ApiError | None:
-        """Prepare the next segment after decode preempted a request. Return an error if it cannot be continued."""
+        """Prepare the next segment after decode preempted a request. Return an error if there can be no next segment."""
         self._preemptions += 1
         self._broken_by = None
         if isinstance(merger, ResponseMerger):
@@ -150,7 +150,7 @@ class Resumption:
 
 
 async def _detokenize(upstream: ConnectionPool, instance: Instance, ids: list[int]) -> str | None:
-    """Ask an instance for the text of ``ids``. Return None if it does not report the text."""
+    """Ask an instance for the text of ``ids``. Return None if the instance does not report the text."""
     try:
         response = await upstream.fetch(
             instance.address,

@@ -182,7 +182,7 @@ class StreamMerger:
         self._cached = figures
 
     def expect_prompt(self, ids: Sequence[int] | None) -> None:
-        """Set the prompt that the next segment must report, or None if it need not report one."""
+        """Set the prompt that the next segment must report; None if that segment need not report a prompt."""
         self._expected = ids
 
     def feed_usual(self, event: bytes) -> bytes | None:

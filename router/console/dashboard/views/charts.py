@@ -66,7 +66,7 @@ class Chart:
             self._empty = put_text("div", "Nothing in this time.", "chart-empty")
 
     def draw(self, history: History, span: Span, series: Sequence[Series]) -> None:
-        """Show these values. The pieces of the time range before the first poll are shaded."""
+        """Show the values of ``series``. The pieces of the time range before the first poll are shaded."""
         made = self._make_options(span.label_pieces(), series, history.count_unknown_pieces(span))
         if made != self._element.options:
             self._element.options.clear()

@@ -138,7 +138,7 @@ class _Group:
                 self._list = ui.element("ul")
 
     def place_rows(self, reports: list[InstanceReport], moment: Moment, trends: Mapping[str, str]) -> None:
-        """Show these instances, with their values over time, and remove all others."""
+        """Show the instances in ``reports``, with their values over time, and remove all other instances."""
         self._card.classes(remove="hidden") if reports else self._card.classes(add="hidden")
         keys = {report.listed.key for report in reports}
         for gone in self._rows.keys() - keys:
