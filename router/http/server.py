@@ -431,7 +431,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     @property
     def _own_requests(self) -> list[Any]:
-        """Return the request being served, the waiting requests, and the last request that was read, even if it ended."""
+        """Return the request being served, the waiting requests, and the last request that was read."""
         requests = [self._served, *(cycle for cycle, _ in self.pipeline), self.cycle]
         return [request for request in requests if request is not None]
 

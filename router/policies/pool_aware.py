@@ -66,7 +66,7 @@ class PoolAware(PrefixPolicy):
         self.alpha = 1.0
         """Cost of one token of work, in queued tokens."""
         self.fetch_cost = 1.0
-        """Mean cost of a token that the pool should have, relative to computing it. If the pool lacks it, it costs 1."""
+        """Mean cost of a token that the pool should have, relative to computing it. Lacking tokens cost 1."""
         self._update_costs()
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:

@@ -163,7 +163,7 @@ class Hub:
             self.routers.send_message("limits", self.name, running, charged)
 
     def _on_record(self, source: str, key: str, record: Any) -> None:
-        """Merge a record with the stored one, and forward the result. Return the result to a sender that had older parts."""
+        """Merge a record with the stored one, and forward the result, also to a sender with an older part."""
         kept = self._keep_record(key, record)
         if kept is not None:
             self._forward(source, "keep", key, kept)
