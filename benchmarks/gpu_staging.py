@@ -52,7 +52,7 @@ from engine.scheduling.request import Request, SamplingParams, TokenOutput
 from engine.scheduling.request import Sequence as EngineSequence
 from engine.scheduling.scheduler import Scheduler
 from engine.telemetry.metrics import EngineMetrics
-from kvstore_backend import BlockPool, Health, Namespace, Status, StorageBackend, StoreStats, Value, open_pool
+from kvstore_backend import BlockPool, Health, Namespace, Status, StorageBackend, Value, open_pool
 from kvstore_backend.staging import KVTensors, StagedMemory
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.transfers import Outcome, Transfers
@@ -191,9 +191,6 @@ class FakeStore(StorageBackend):
 
     def health(self) -> Health:
         return Health(True, "a fake")
-
-    def stats(self) -> StoreStats:
-        return StoreStats("fake", 0, 0, 0)
 
     def close(self) -> None:
         pass

@@ -39,7 +39,6 @@ from kvstore_backend.backend import (
     Span,
     Status,
     StorageBackend,
-    StoreStats,
     Value,
 )
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
@@ -58,7 +57,6 @@ __all__ = [
     "Span",
     "Status",
     "StorageBackend",
-    "StoreStats",
     "Value",
     "default_backend",
     "extend_block_hashes",

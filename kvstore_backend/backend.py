@@ -16,7 +16,6 @@ import abc
 import ctypes
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "Span",
     "Status",
     "StorageBackend",
-    "StoreStats",
     "Value",
     "check_values",
     "memory_views",
@@ -90,23 +88,6 @@ class Health(NamedTuple):
 
     ok: bool
     detail: str
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Measurements of a store. A measurement is ``None`` if the store does not know it.
-
-    Attributes:
-        kind: kind of the store, such as ``file``.
-        keys: number of values in the store.
-        used_bytes: bytes of all values in the store.
-        capacity_bytes: number of bytes at which the store evicts values.
-    """
-
-    kind: str
-    keys: int | None = None
-    used_bytes: int | None = None
-    capacity_bytes: int | None = None
 
 
 class StorageBackend(abc.ABC):
@@ -235,10 +216,6 @@ class StorageBackend(abc.ABC):
     @abc.abstractmethod
     def health(self) -> Health:
         """Return whether the store works now. No data is moved."""
-
-    @abc.abstractmethod
-    def stats(self) -> StoreStats:
-        """Return the kind of the store, the number and the bytes of its values, and its capacity in bytes."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -84,14 +84,12 @@ class Resume:
         num_reached: number of tokens of the longest prefix of which all full-attention groups have all blocks.
         needed: for each group, the number of blocks that it needs to resume at ``num_reached``.
         missing: for each group, how many of these blocks are not present.
-        num_asked: number of blocks that were looked up.
     """
 
     num_tokens: int
     num_reached: int
     needed: Sequence[int]
     missing: Sequence[int]
-    num_asked: int
 
     def describe(self, groups: Sequence[Group]) -> str:
         """Return a line for the log: ``full attention: 40 blocks; sliding window 64: 3 of 4 missing; resumed ...``."""
@@ -162,7 +160,7 @@ def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exi
         # A prefix that ends after a missing block needs this block too, so the next candidate ends before it.
         tokens = max(first, min(lost))
     counts = at_reached or _count(groups, reached, begins, found)
-    return Resume(tokens, reached, *counts, found.num_asked)
+    return Resume(tokens, reached, *counts)
 
 
 def _list_from(group: Group, num_tokens: int, begin: int) -> range:
@@ -184,10 +182,6 @@ class _Found:
     def __init__(self, exists: Exists) -> None:
         self._exists = exists
         self._known: dict[tuple[int, int], bool] = {}
-
-    @property
-    def num_asked(self) -> int:
-        return len(self._known)
 
     def look_up(self, blocks: Sequence[tuple[int, int]]) -> None:
         if wanted := [block for block in blocks if block not in self._known]:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Info
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, check_values
+from kvstore_backend.backend import Health, Status, StorageBackend, Value, check_values
 from kvstore_backend.clear_marks import ClearWatch
 from kvstore_backend.config import DEFAULT_TENANT, FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.manifest import Manifest
@@ -213,10 +213,6 @@ class BlockPool:
     def health(self) -> Health:
         """Return whether the pool works now, and a sentence about its state."""
         return self._stack.health()
-
-    def stats(self) -> StoreStats:
-        """Return the kind of the store, the number and the bytes of its values, and its capacity in bytes."""
-        return self._stack.stats()
 
     def clear(self) -> Status:
         """Remove all blocks of the namespace, for all its instances; return ``FAILED`` if some may be left."""

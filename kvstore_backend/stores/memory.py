@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value, memory_views
+from kvstore_backend.backend import Health, Status, StorageBackend, Value, memory_views
 
 __all__ = ["MemoryStore"]
 
@@ -60,10 +60,6 @@ class MemoryStore(StorageBackend):
 
     def health(self) -> Health:
         return Health(not self._closed, repr(self))
-
-    def stats(self) -> StoreStats:
-        with self._lock:
-            return StoreStats("memory", len(self._values), self._used, self._capacity)
 
     def close(self) -> None:
         with self._lock:

@@ -25,7 +25,6 @@ from kvstore_backend.backend import (
     PoolUnavailable,
     Status,
     StorageBackend,
-    StoreStats,
     Value,
     split_by_size,
 )
@@ -195,10 +194,6 @@ class MooncakeStore(StorageBackend):
         code = self._call_native(["kvstore-health"], self._native.batch_is_exist)[0]
         ok = code in _EXISTS
         return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {code}")
-
-    def stats(self) -> StoreStats:
-        """Return only the kind of the store, because a client does not receive the cluster's measurements."""
-        return StoreStats("mooncake")
 
     def close(self) -> None:
         health = self.health()

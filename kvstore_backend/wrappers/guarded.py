@@ -50,7 +50,6 @@ from kvstore_backend.backend import (
     PoolUnavailable,
     Status,
     StorageBackend,
-    StoreStats,
     Value,
 )
 from kvstore_backend.threads import after_fork
@@ -86,7 +85,7 @@ class Deadlines:
     - register, unregister: ``register_seconds``, plus one second for each ``register_bytes_per_second`` bytes. RDMA
       must find the pages of the memory one by one.
     - clear: ``clear_seconds``. It reads all keys; a folder with 200,000 values takes 3 s.
-    - stats and probes: ``lookup_seconds``.
+    - probes: ``lookup_seconds``.
 
     On a machine with a load of 7 per core, a Mooncake master looked up 80,000 keys in 1.2 s (67,000 per second).
     """
@@ -213,7 +212,6 @@ class GuardedBackend(StorageBackend):
         self._since = time.monotonic()  # time when the breaker opened
         self._num_late = 0
         self._failures = 0
-        self._last_stats = StoreStats("unopened")
         self._pace = _AdaptiveDeadline()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         after_fork(self)
@@ -289,14 +287,6 @@ class GuardedBackend(StorageBackend):
         if (trouble := self._trouble) is not None:
             return Health(False, f"not used for {time.monotonic() - self._since:.1f} s: {trouble}")
         return Health(True, f"answering: {self._store!r}")
-
-    def stats(self) -> StoreStats:
-        """Return the store's own measurements. If the store does not answer, return only its kind."""
-        stats = self._call_store(self.deadlines.lookup_seconds, "stats", lambda store: store.stats())
-        if stats is None:
-            return StoreStats(self._last_stats.kind)
-        self._last_stats = stats
-        return self._last_stats
 
     def close(self) -> None:
         """Close the store. If the store hangs, return without closing it, after ``_LEAVE_SECONDS`` at the latest."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.backend import Health, Status, StorageBackend, Value
 from kvstore_backend.wrappers.write_behind import WriteBehindBackend
 
 __all__ = ["TieredBackend"]
@@ -124,11 +124,6 @@ class TieredBackend(StorageBackend):
     def health(self) -> Health:
         fast, large = self._fast.health(), self._large.health()
         return Health(fast.ok and large.ok, f"fast tier: {fast.detail}; large tier: {large.detail}")
-
-    def stats(self) -> StoreStats:
-        """Return the measurements of the large tier, and the kind of both tiers."""
-        fast, large = self._fast.stats(), self._large.stats()
-        return StoreStats(f"{fast.kind} before {large.kind}", large.keys, large.used_bytes, large.capacity_bytes)
 
     def close(self) -> None:
         try:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.backend import Health, Status, StorageBackend, Value
 
 __all__ = ["Wrapper", "call_after_late_calls"]
 
@@ -47,9 +47,6 @@ class Wrapper(StorageBackend):
 
     def health(self) -> Health:
         return self._store.health()
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
 
     def close(self) -> None:
         self._store.close()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvstore_backend.backend import Health, Status, StorageBackend, StoreStats, Value
+from kvstore_backend.backend import Health, Status, StorageBackend, Value
 
 __all__ = ["Fault", "FaultyStore"]
 
@@ -99,9 +99,6 @@ class FaultyStore(StorageBackend):
 
     def health(self) -> Health:
         return Health(self.fault is Fault.NOTHING, self.fault.name)
-
-    def stats(self) -> StoreStats:
-        return self._sound.stats()
 
     def close(self) -> None:
         pass

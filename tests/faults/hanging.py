@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from kvstore_backend.backend import Span, Status, Value
 from kvstore_backend.pool import BlockPool
@@ -67,11 +66,6 @@ class HangingStore(MemoryStore):
         """Hang, or do nothing."""
         self._hang_in("unregister")
 
-    def stats(self) -> Any:
-        """Hang, or tell."""
-        self._hang_in("stats")
-        return super().stats()
-
     def close(self) -> None:
         """Hang, or close."""
         self._hang_in("close")
@@ -129,7 +123,6 @@ def at_once(call: str) -> None:
         "clear": lambda: guard.clear("kv1-"),
         "register": lambda: guard.register(memory.address, memory.nbytes),
         "unregister": lambda: register_and_take_back(guard, memory),
-        "stats": guard.stats,
         "close": lambda: None,
     }
     ask[call]()
@@ -169,7 +162,7 @@ def transferring(kind: str) -> None:
 CALLS: dict[str, Callable[[], None]] = {
     **{
         call: lambda call=call: at_once(call)  # type: ignore[misc]
-        for call in ("put", "get", "exists", "remove", "clear", "register", "unregister", "stats", "close")
+        for call in ("put", "get", "exists", "remove", "clear", "register", "unregister", "close")
     },
     "put in parts": lambda: in_parts("put"),
     "get in parts": lambda: in_parts("get"),

@@ -10,7 +10,7 @@ import enum
 import threading
 from collections.abc import Callable, Sequence
 
-from kvstore_backend.backend import Health, Span, Status, StorageBackend, StoreStats, Value, memory_views
+from kvstore_backend.backend import Health, Span, Status, StorageBackend, Value, memory_views
 
 __all__ = ["Fault", "FaultInjector"]
 
@@ -104,9 +104,6 @@ class FaultInjector(StorageBackend):
 
     def health(self) -> Health:
         return self._sound.health()
-
-    def stats(self) -> StoreStats:
-        return self._sound.stats()
 
     def close(self) -> None:
         self._sound.close()

@@ -29,7 +29,6 @@ def test_the_package_exports_what_its_users_need() -> None:
         "Span",
         "Status",
         "StorageBackend",
-        "StoreStats",
         "Value",
         "default_backend",
         "extend_block_hashes",

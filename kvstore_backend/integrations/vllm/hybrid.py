@@ -96,7 +96,7 @@ class HybridSchedulerHalf(SchedulerHalf):
         assert isinstance(wanted, _Wanted)
         start, unit = time.monotonic(), self._block_size
         first = wanted.first * unit
-        resume = Resume(first, first, [0] * len(self._groups), [0] * len(self._groups), 0)
+        resume = Resume(first, first, [0] * len(self._groups), [0] * len(self._groups))
         unknown: set[Status] = set()
         try:
             end = (wanted.first + len(wanted)) * unit

@@ -23,7 +23,6 @@ from kvstore_backend.backend import (
     PoolUnavailable,
     Status,
     StorageBackend,
-    StoreStats,
     Value,
     memory_views,
 )
@@ -106,13 +105,6 @@ class FileStore(StorageBackend):
         except OSError as exc:
             return Health(False, f"folder {self._folder} cannot be used: {exc.strerror}")
         return Health(True, f"folder {self._folder} has {used} of {self._ledger.capacity} bytes")
-
-    def stats(self) -> StoreStats:
-        try:
-            used, keys = self._ledger.read_accounts()
-        except OSError:
-            return StoreStats("file", capacity_bytes=self._ledger.capacity)
-        return StoreStats("file", keys, used, self._ledger.capacity)
 
     def close(self) -> None:
         """Close the folder; the stored values stay for other processes."""

@@ -29,6 +29,7 @@ from kvstore_backend.staging import StagedMemory
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import CHECKPOINTS, VOCAB_SIZE, write_checkpoint
 from tests.engine.running import Engine
+from tests.support.stored import count_keys
 from tests.support.waiting import wait_until
 
 BLOCK = 16
@@ -199,7 +200,7 @@ def test_generated_blocks_are_in_the_pool_as_they_fill_up_and_a_next_turn_elsewh
         prompt = prompt_of(40)
         answering = one.begin(prompt, 900)
         answer = [answering.next().token_id or 0 for _ in range(MAX_TOKENS)]
-        wait_until(lambda: (store.stats().keys or 0) >= 3, "a block with generated tokens to be in the pool")
+        wait_until(lambda: count_keys(store) >= 3, "a block with generated tokens to be in the pool")
         follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
         assert answering.sequence.state is State.RUNNING
         assert follow_up.sequence.pool_cached_tokens == 48

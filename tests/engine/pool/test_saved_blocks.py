@@ -19,6 +19,7 @@ from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Engine
 from tests.support.clearing import leave_mark, looks
+from tests.support.stored import count_keys
 from tests.support.waiting import wait_until
 
 __all__ = ["looks"]
@@ -60,7 +61,7 @@ def test_a_pool_that_lost_everything_has_the_cached_prompts_again_and_others_rea
 ) -> None:
     answers = [engine.answer(prompt, 12).wait() for prompt in PROMPTS]
     lose_all(memory, engine.runner.namespace)
-    wait_until(lambda: memory.stats().keys == BLOCKS, "all blocks")
+    wait_until(lambda: count_keys(memory) == BLOCKS, "all blocks")
     wait_until(lambda: engine.metric("kvstore_refilled_blocks_total") == BLOCKS, "the count")
     engine.wait_until_idle()
     with Engine(tiny_checkpoint, store=store) as other:
@@ -79,7 +80,7 @@ def test_requests_go_on_while_blocks_that_are_put_again_hang(
     assert store.hanging.wait(30)
     assert engine.begin(PROMPTS[0], 12).wait() == right
     store.go_on()
-    wait_until(lambda: memory.stats().keys == BLOCKS, "all blocks")
+    wait_until(lambda: count_keys(memory) == BLOCKS, "all blocks")
     engine.wait_until_idle()
 
 
@@ -96,7 +97,7 @@ def test_generated_text_that_was_never_saved_is_not_saved_now(engine: Engine, me
     assert engine.blocks.num_cached_blocks > BLOCKS
     lose_all(memory, engine.runner.namespace)
     wait_until(lambda: engine.metric("kvstore_refilled_blocks_total") == BLOCKS, "all blocks")
-    assert memory.stats().keys == BLOCKS
+    assert count_keys(memory) == BLOCKS
 
 
 def test_what_an_operator_removes_stays_removed_while_its_prompts_are_asked_again(
@@ -109,16 +110,16 @@ def test_what_an_operator_removes_stays_removed_while_its_prompts_are_asked_agai
     looks.clear()
     while len(looks) < 12:  # as many periods as a minute has where they take 5 s
         assert [engine.answer(prompt, 12).wait() for prompt in PROMPTS] == right
-    assert memory.stats().keys == 1  # the mark
+    assert count_keys(memory) == 1  # the mark
     assert engine.metric("kvstore_refilled_blocks_total") == 0
 
     other = random.Random(9).choices(range(VOCAB_SIZE), k=100)
     engine.answer(other, 4)
-    assert memory.stats().keys == 1 + 6
+    assert count_keys(memory) == 1 + 6
     lose_all(memory, engine.runner.namespace)
     looks.clear()
     wait_until(lambda: len(looks) >= 12, "twelve periods")
-    assert memory.stats().keys == 1  # six are too few to say that blocks were lost
+    assert count_keys(memory) == 1  # six are too few to say that blocks were lost
 
 
 def test_what_is_computed_after_a_clear_is_saved_and_put_again(
@@ -130,11 +131,11 @@ def test_what_is_computed_after_a_clear_is_saved_and_put_again(
     engine.core.clear_prefix_cache()
     for prompt in PROMPTS:
         engine.answer(prompt, 4)
-    assert memory.stats().keys == 1 + BLOCKS
+    assert count_keys(memory) == 1 + BLOCKS
     looks.clear()
     wait_until(lambda: len(looks) >= 2, "a look at the blocks")
     lose_all(memory, engine.runner.namespace)
-    wait_until(lambda: memory.stats().keys == 1 + BLOCKS, "all blocks")
+    wait_until(lambda: count_keys(memory) == 1 + BLOCKS, "all blocks")
 
 
 def test_a_cached_prompt_that_is_to_be_kept_does_not_come_back_after_a_clear(
@@ -144,4 +145,4 @@ def test_a_cached_prompt_that_is_to_be_kept_does_not_come_back_after_a_clear(
     lose_all(memory, engine.runner.namespace)
     wait_until(lambda: True in looks, "the mark to be found")
     engine.answer(PROMPTS[0], 4, hints=(CacheHint(96, 3600.0),))
-    assert memory.stats().keys == 1
+    assert count_keys(memory) == 1

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvstore_backend.backend import HEADROOM_BYTES, Health, Span, Status, StorageBackend, StoreStats
+from kvstore_backend.backend import HEADROOM_BYTES, Health, Span, Status, StorageBackend
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import open_backend, open_store
 from kvstore_backend.wrappers.guarded import Deadlines
@@ -193,11 +193,6 @@ class StorageBackendContract:
         assert health.ok
         assert health.detail
 
-    def test_stats_name_the_kind(self, backend: StorageBackend) -> None:
-        stats = backend.stats()
-        assert isinstance(stats, StoreStats)
-        assert stats.kind
-
     def test_after_close_every_answer_is_failed(self, backend: StorageBackend) -> None:
         key = new_key()
         put(backend, (key, b"x"))
@@ -209,7 +204,6 @@ class StorageBackendContract:
         memory = Memory(8)
         backend.register(memory.address, 8)
         backend.unregister(memory.address, 8)
-        backend.stats()
 
     def test_a_second_close_does_nothing(self, backend: StorageBackend) -> None:
         backend.close()
