@@ -228,14 +228,11 @@ class _Router:
         self.load_sync = LoadSync(link, self.registry)
         self.prefix_sync = PrefixSync(link, {Role.MIXED: policy})
         for key in keys:
-            self.registry.register(_make_registration(key), now=0.0)
+            host, _, port = key.partition(":")
+            fields = {"role": "mixed", "host_ip": host, "port": port}
+            self.registry.register(Registration.from_fields(fields), now=0.0)
         self.loads = {instance.key: instance.load for instance in self.registry}
         self.candidates = list(self.loads.values())
-
-
-def _make_registration(key: str) -> Registration:
-    host, _, port = key.partition(":")
-    return Registration.from_fields({"role": "mixed", "host_ip": host, "port": int(port)})
 
 
 class _Assigned(NamedTuple):
@@ -459,11 +456,6 @@ def make_parser() -> FlagParser:
     return parser
 
 
-def _divide(args: argparse.Namespace) -> Division:
-    prefix_ms = args.propagation_ms if args.prefix_propagation_ms is None else args.prefix_propagation_ms
-    return Division(args.routers, args.propagation_ms / 1000, prefix_ms / 1000, args.seed)
-
-
 def _positive_number(kind: type[int] | type[float], *, or_zero: bool = False) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
@@ -485,7 +477,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BadInput, SettingsError) as exc:
         print(f"kvrouter simulate: {exc}", file=sys.stderr)
         return 2
-    division = _divide(args)
+    prefix_ms = args.propagation_ms if args.prefix_propagation_ms is None else args.prefix_propagation_ms
+    division = Division(args.routers, args.propagation_ms / 1000, prefix_ms / 1000, args.seed)
     routers = f", {args.routers} routers" if args.routers > 1 else ""
     print(
         f"{len(arrivals)} requests in {arrivals[-1].at:.0f} s over {cluster.instances} instances of "

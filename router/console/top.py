@@ -13,6 +13,7 @@ import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -290,7 +291,8 @@ def _draw_instances(history: History, reports: Sequence[InstanceReport], order: 
         table.add_column(title, justify="right" if is_figure else "left", header_style=style, no_wrap=True)
     for report in reports:
         listed = report.listed
-        shares = share_origins(_count_growth(history, listed.key), with_handed_over=True)
+        tokens = history.count_span(SPAN, partial(count_origins, instance=listed.key))
+        shares = share_origins(tokens, with_handed_over=True)
         table.add_row(
             Text(listed.key),
             Text(listed.role),
@@ -309,10 +311,6 @@ def _draw_instances(history: History, reports: Sequence[InstanceReport], order: 
 def _draw_keys(order: str) -> Text:
     keys = "  ".join(f"{each.key} {name}" for name, each in ORDERS.items())
     return Text(f"\nby {order}; keys: {keys}  q quit", "dim", no_wrap=True, overflow="ellipsis")
-
-
-def _count_growth(history: History, instance: str) -> Mapping[str, float]:
-    return history.count_span(SPAN, lambda moment: count_origins(moment, instance))
 
 
 def _read_waiting(report: InstanceReport) -> float | None:

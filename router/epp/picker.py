@@ -154,7 +154,7 @@ class _Stream:
         if self._request is not None:
             self._request.on_message(message)
         elif is_first and message.HasField("request_headers"):
-            self._request = self._open_request(message)
+            self._request = GatewayRequest(self, message, self._router, self.write, self._serve_request)
         elif is_first and not message.HasField("response_headers"):
             raise ValueError("the first message of a stream must be request_headers or response_headers")
         else:  # the gateway has responded itself, before it asked for an instance
@@ -219,9 +219,6 @@ class _Stream:
                 await self._context.abort(grpc.StatusCode.ABORTED, "the response to the client cannot be completed")
         finally:
             self._is_writing = False
-
-    def _open_request(self, message: Any) -> GatewayRequest:
-        return GatewayRequest(self, message, self._router, self.write, self._serve_request)
 
     def _serve_request(self, request: GatewayRequest) -> None:
         """Serve a complete request: by an instance, or by the router itself if its path needs no instance."""

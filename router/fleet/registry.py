@@ -32,7 +32,7 @@ class Registry:
         self.splitwise = splitwise
         self.events = events = FleetEvents()
         """The events of all instances."""
-        events.new_models.subscribe(self._on_new_models)
+        events.new_models.subscribe(lambda each: self.gone_models.difference_update(each.models or ()))
         self.gone_models: set[str] = set()
         """Names of models that only removed instances have served."""
         self.models_wanted_at = -math.inf
@@ -122,9 +122,6 @@ class Registry:
             self.gone_models.update(instance.models or ())
         for each in self._instances.values():
             self.gone_models.difference_update(each.models or ())
-
-    def _on_new_models(self, instance: Instance) -> None:
-        self.gone_models.difference_update(instance.models or ())
 
     def _make_instance(self, registration: Registration, now: float, **state: bool) -> Instance:
         return Instance(registration, self.make_load(registration.key), self.events, now, **state)

@@ -56,7 +56,7 @@ class FleetSync:
         link.subscribe_to_topic("suspect", self._on_suspect)
         link.subscribe_to_topic("lost_cache", self._on_lost_cache)
         link.answer_topic("heard", lambda _: True)
-        registry.events.troubles.subscribe(self._on_trouble)
+        registry.events.troubles.subscribe(lambda each: link.publish_event("suspect", each.key))
         registry.events.logged.subscribe(lambda each: link.publish_event("said", [each.key, each.logged_changes]))
         link.subscribe_to_topic("said", self._on_logged)
         registry.events.lost_caches.subscribe(self._send_changed_orders)
@@ -228,10 +228,6 @@ class FleetSync:
         """Stop relying on heartbeats, because some of them may have been sent to the process that has ended."""
         for instance in self._registry:
             instance.has_heartbeat = False  # until its next heartbeat, it is removed if its probes fail
-
-    def _on_trouble(self, instance: Instance) -> None:
-        """Notify the other processes of an instance that this process found dead."""
-        self._link.publish_event("suspect", instance.key)
 
     def _on_suspect(self, sender: str, key: str) -> None:
         instance = self._registry.get(key)

@@ -169,7 +169,8 @@ class RouterMetrics:
         self._count_responses(records)
         completions = [record for record in records if record.path in _COMPLETIONS]
         self._count_workers(completions)
-        self._count_tokens(completions)
+        for kind, tokens_of in _TOKENS_OF.items():
+            self._tokens[kind] += sum(filter(None, map(tokens_of, completions)))
         self._count_predictions(completions)
         self._time_completions(completions)
 
@@ -226,10 +227,6 @@ class RouterMetrics:
             if not count and len(self._inference) >= self._max_series:
                 self._forget_gone_instances()
             self._inference[workers] = count + added
-
-    def _count_tokens(self, completions: Sequence[RequestRecord]) -> None:
-        for kind, tokens_of in _TOKENS_OF.items():
-            self._tokens[kind] += sum(filter(None, map(tokens_of, completions)))
 
     def _count_predictions(self, completions: Sequence[RequestRecord]) -> None:
         for record in completions:

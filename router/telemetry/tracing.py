@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcommon.spans import CONTEXT_HEADERS, SpanSender, measure_epoch, open_sender
@@ -97,7 +97,7 @@ class Tracer(SpanSender):
     def _make_some(self) -> None:
         for _ in range(min(RECORDS_AT_ONCE, len(self._pending))):
             record = self._pending.popleft()
-            if all(exchange.ended_at for _, _, exchange, _ in _list_legs(record)):
+            if all(exchange.ended_at for attempt in record.attempts for _, _, exchange, _ in attempt.legs):
                 self._make_spans(record)
             else:
                 self._late.append(record)
@@ -115,22 +115,21 @@ class Tracer(SpanSender):
         self._epoch = measure_epoch(time.perf_counter)
         end = record.started + record.total_ms / 1e3
         events = [("first byte", record.started + record.first_byte_ms / 1e3)] if record.first_byte_ms else []
+        usage = self._name_usage(
+            record.prompt_tokens, record.completion_tokens, record.cached_tokens, _OPERATIONS.get(record.path, "")
+        )
         self._add(
             f"{record.method} {record.path}",
             trace.context,
             trace.parent,
             (record.started, end),
-            {**_describe_request(record, trace), **self._name_request_usage(record)},
+            {**_describe_request(record, trace), **usage},
             kind=self._api.SpanKind.SERVER,
             trouble=_find_trouble(record),
             events=events,
         )
         for number, attempt in enumerate(record.attempts, 1):
             self._make_attempt_spans(record, trace, number, attempt)
-
-    def _name_request_usage(self, record: RequestRecord) -> dict[str, Any]:
-        operation = _OPERATIONS.get(record.path, "")
-        return self._name_usage(record.prompt_tokens, record.completion_tokens, record.cached_tokens, operation)
 
     def _make_attempt_spans(
         self, record: RequestRecord, trace: RequestTrace, number: int, attempt: AttemptRecord
@@ -187,11 +186,6 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-
-
-def _list_legs(record: RequestRecord) -> Iterator[LegRecord]:
-    for attempt in record.attempts:
-        yield from attempt.legs
 
 
 def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     port = listener.getsockname()[1]
-    print(f"the dashboard of {flags.router} is at http://{_format_host(flags.host)}:{port}", flush=True)
+    host = f"[{flags.host}]" if family == socket.AF_INET6 else flags.host
+    print(f"the dashboard of {flags.router} is at http://{host}:{port}", flush=True)
     if flags.token_file and flags.host not in (LOOPBACK, "localhost", "::1"):
         warning = "everybody who reaches the page can drain instances, because the dashboard has the admin token"
         print(f"kvrouter dashboard: {warning}", file=sys.stderr, flush=True)
@@ -112,7 +113,3 @@ def _parse_authority(text: str) -> str:
     if not _AUTHORITY.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not host:port, such as 127.0.0.1:15003")
     return text
-
-
-def _format_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -68,7 +68,8 @@ class PodWatch:
         self._address = _parse_address(settings.kubernetes_api)
         self._account = Path(settings.kubernetes_account)
         self._read_credentials()
-        namespace = settings.service_discovery_namespace or self._read_own_namespace()
+        namespace = settings.service_discovery_namespace
+        namespace = namespace or read_token(self._account / "namespace", "manager.kubernetes-account")
         self._path = "/api/v1/pods"
         if namespace != ALL_NAMESPACES:
             self._path = f"/api/v1/namespaces/{_encode(namespace)}/pods"
@@ -209,9 +210,6 @@ class PodWatch:
             return "", None
         token = read_token(self._account / "token", "manager.kubernetes-account")
         return token, read_authorities(str(self._account / "ca.crt"), "manager.kubernetes-account")
-
-    def _read_own_namespace(self) -> str:
-        return read_token(self._account / "namespace", "manager.kubernetes-account")
 
     def _note_trouble(self, sentence: str) -> None:
         """Record why the watch failed. Log it if it is the first failure, or a new one before the first list."""
