@@ -53,27 +53,23 @@ def make_mark(key: str) -> NDArray[np.uint8]:
 
 
 class Pool(Protocol):
-    """Members of ``BlockPool`` that this module uses."""
+    """Interface of ``BlockPool``, as far as this module uses it; ``pool.py`` imports this module."""
 
     namespace: Namespace
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the pool answers calls now."""
+    def is_ready(self) -> bool: ...
 
     @property
-    def stack(self) -> StorageBackend:
-        """Backend of the pool, with its wrappers."""
+    def stack(self) -> StorageBackend: ...
 
-    def register(self, address: int, nbytes: int) -> None:
-        """Register memory for later reads."""
+    def register(self, address: int, nbytes: int) -> None: ...
 
-    def unregister(self, address: int, nbytes: int) -> None:
-        """Undo ``register`` for the same memory."""
+    def unregister(self, address: int, nbytes: int) -> None: ...
 
 
 class ClearMarks:
-    """Reads the marks of namespaces in a pool, and remembers which marks are known.
+    """Reads the marks of cleared namespaces in a pool, and remembers which marks are known.
 
     Args:
         pool: the pool.
@@ -89,7 +85,7 @@ class ClearMarks:
         self._found: dict[str, bytes] = {}
 
     def look(self) -> bool | None:
-        """Read the marks; return whether one of them is new since the last ``accept``; None if a read failed."""
+        """Read the marks; return whether one of them is not known yet; None if a mark could not be read."""
         base: int = self._memory.ctypes.data
         targets = [[Span(base + i * _ID_BYTES, _ID_BYTES)] for i in range(len(self._keys))]
         statuses = self._pool.stack.get_for_all(self._keys, targets)
@@ -105,17 +101,17 @@ class ClearMarks:
         self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)
 
     def accept(self) -> None:
-        """Remember the marks that the last ``look`` found as known."""
+        """Record the marks that the last ``look`` found as known."""
         self._known |= self._found
 
 
 class ClearWatch:
-    """Thread that reads the marks, and after a clear drops the copies of this process: its fast tier and queued writes.
+    """Thread that drops the copies of this process, in its fast tier and queued writes, after an operator's clear.
 
     Marks that exist when the thread starts count as new, because a fast tier in a folder may have older copies.
 
     Args:
-        pool: the pool. Its namespace may change. The copies of all namespaces are dropped.
+        pool: the pool, whose namespace may change. The copies of blocks of all namespaces are dropped.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -138,10 +134,12 @@ class ClearWatch:
                 try:
                     self._look(marks)
                 except Exception:
-                    logger.exception("Reading the marks of cleared blocks failed; it is tried again")
+                    logger.exception("Reading the marks of cleared namespaces failed and is tried again")
             marks.close()
 
     def _look(self, marks: ClearMarks) -> None:
         if self._pool.is_ready and marks.look() and self._pool.stack.drop_own_copies(BLOCK_PREFIX):
             marks.accept()  # otherwise the copies are dropped in the next period
-            logger.info("An operator cleared the pool, so this process dropped its blocks that wait to be written")
+            logger.info(
+                "An operator cleared the pool, so this process dropped its own copies of blocks and its queued writes"
+            )

@@ -216,7 +216,7 @@ def _read_configuration(folder: Path) -> bytes:
     except ValueError as exc:
         raise ConfigError(f"{path} is not JSON: {exc}") from exc
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold one JSON object")
+        raise ConfigError(f"{path} must contain one JSON object")
     kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
     return json.dumps(kept, sort_keys=True).encode()
 

@@ -311,7 +311,7 @@ def check_master(settings: MooncakeSettings) -> tuple[Finding, str]:
 def _find_leader(settings: MooncakeSettings) -> tuple[Finding, str]:
     where = settings.master_server_addr
     try:
-        clusters = list_clusters_in_etcd(settings)
+        clusters = list_clusters_in_etcd(settings.list_servers(where))
     except (httpx.HTTPError, ValueError) as exc:
         return fail(
             "etcd", f"no etcd answers at {where} ({exc})", "start etcd there, or correct master_server_addr"

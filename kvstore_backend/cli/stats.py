@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
-from urllib.parse import unquote
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,8 +26,8 @@ from kvstore_backend.cli.report import format_table, print_json
 from kvstore_backend.config import FileSettings, MemorySettings, MooncakeSettings, PoolConfig
 from kvstore_backend.manifest import MANIFEST_PREFIX
 from kvstore_backend.namespace import parse_key
-from kvstore_backend.stores.file.folder import scan_blocks
 from kvstore_backend.stores.file.ledger import find_size
+from kvstore_backend.stores.holdings import FolderHoldings
 from kvstore_backend.stores.mooncake_admin import MasterAdmin, TenantAccount, find_ended_clients
 
 __all__ = ["add_arguments", "run"]
@@ -219,14 +217,9 @@ def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) 
 
 def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
     """Read the measurements of a pool's folder from its files, without opening it as a store, which would create it."""
-    if not settings.path.is_dir():
-        raise PoolUnavailable(f"folder {settings.path} does not exist: no process has opened this pool yet")
-    try:
-        blocks = list(scan_blocks(settings.path / "blocks"))
-    except OSError as exc:
-        raise PoolUnavailable(f"folder {settings.path} cannot be read: {exc.strerror}") from exc
-    names = Counter(_namespace_of(unquote(Path(block.path).stem)) for block in blocks)
-    used = sum(block.nbytes for block in blocks)
+    blocks = FolderHoldings(settings).scan()
+    names = Counter(map(_namespace_of, blocks))
+    used = sum(block.nbytes for block in blocks.values())
     return _PoolFigures(
         "file", len(blocks), used, find_size(settings.path, settings.size), keys_by_namespace=dict(names.most_common())
     )

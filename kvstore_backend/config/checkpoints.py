@@ -1,4 +1,4 @@
-"""Finds the folder of a downloaded checkpoint by the model's name at a hub. Downloads nothing."""
+"""Finds the folder of a downloaded checkpoint by the model's name at a hub, without downloading anything."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ _SCHEMES = {**dict.fromkeys(("mooncake", *_HA_SCHEMES), "mooncake"), "file": "fi
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """Settings from a file or a URL, not yet checked.
+    """Settings from a file or a URL, with values that are not checked yet.
 
     Attributes:
-        backend: ``mooncake``, ``file`` or ``memory``; empty: the pool is off.
+        backend: ``mooncake``, ``file`` or ``memory``; empty if the pool is turned off.
         values: value of each setting, by the name of the setting in ``settings.py``. Unknown names are included.
         places: for each setting, the place of its value, as text for messages.
         where: the file or URL, as text for messages.
@@ -90,7 +90,7 @@ def read_url(url: str) -> ParsedConfig:
         raise ConfigError(f"{shown!r} has a part after #, which is not allowed; in a path, write %23 for #")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None:
-        raise ConfigError(f"{shown!r} has the scheme {parts.scheme!r}{suggest_name(parts.scheme, _SCHEMES)}")
+        raise ConfigError(f"{shown!r} has the unknown scheme {parts.scheme!r}{suggest_name(parts.scheme, _SCHEMES)}")
     query_settings = _translate_names(values, where, binary_sizes=False)
     place = f"{shown!r}: its address"
     if backend == "mooncake":
@@ -112,7 +112,7 @@ def read_url(url: str) -> ParsedConfig:
             raise ConfigError(f"{shown!r} must be memory:, or memory:?size=1GiB")
         own = {}
     if twice := sorted(own.keys() & query_settings.values.keys()):
-        raise ConfigError(f"{shown!r} gives {twice[0]} twice")
+        raise ConfigError(f"{shown!r} has {twice[0]} twice")
     places = {**dict.fromkeys(own, place), **query_settings.places}
     return ParsedConfig(backend, {**own, **query_settings.values}, places, where)
 
@@ -140,7 +140,7 @@ def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
 
 
 def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
-    """Return the members of MindIE's ``kvPoolConfig``: an object, or a string with the object as JSON.
+    """Return the members of MindIE's ``kvPoolConfig``, which is an object, or a string with the object as JSON.
 
     An empty string has no members.
 
@@ -165,7 +165,7 @@ def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
 
 
 def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
-    """Read the settings in MindIE's ``kvPoolConfig`` and in the file named there."""
+    """Read the settings in MindIE's ``kvPoolConfig`` and in the file that it names."""
     pool = parse_mindie_pool(value, where)
     backend, config_path = pool.get("backend", ""), pool.get("configPath", "")
     if backend not in ("", *_SCHEMES.values()):
@@ -178,7 +178,9 @@ def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
         parsed = _translate_names(content, f" in {file}", binary_sizes=True)
         values, places = dict(parsed.values), dict(parsed.places)
     elif backend == "mooncake":
-        raise ConfigError(f'{where} has no "configPath"; with "backend": "mooncake" it must be a file with the master')
+        raise ConfigError(
+            f'{where} has no "configPath"; with "backend": "mooncake" it must name a file with the master'
+        )
     if "asyncWrite" in pool:
         values["async_write"], places["async_write"] = pool["asyncWrite"], f"asyncWrite of {where}"
     return ParsedConfig(backend, values, places, f" in {where}")
@@ -199,7 +201,7 @@ def _load_json_object(path: Path, named_by: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{name} is nested too deep") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{name} must hold one JSON object")
+        raise ConfigError(f"{name} must contain one JSON object")
     return values
 
 
@@ -208,28 +210,28 @@ def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"it gives {next(name for name in names if names.count(name) > 1)} twice")
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)} twice")
     return members
 
 
 def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> ParsedConfig:
-    """Return the values by their names in ``settings.py``. Keys for another engine only are logged and omitted."""
+    """Return the values of a dialect by the names in ``settings.py``. Keys only for another engine are omitted."""
     ours: dict[str, object] = {}
     places: dict[str, str] = {}
     for key, value in values.items():
         if key in FOREIGN_KEYS:
-            logger.info('"%s"%s is for %s and not used here', key, where, FOREIGN_KEYS[key])
+            logger.info('The key "%s"%s is only for %s and is ignored', key, where, FOREIGN_KEYS[key])
             continue
         name = NATIVE_NAMES.get(key, key)
         if name in ours:
-            raise ConfigError(f'{places[name]} and "{key}"{where} set the same; remove one')
+            raise ConfigError(f'{places[name]} and "{key}"{where} are the same setting; remove one of them')
         ours[name] = _read_as_binary(value) if binary_sizes else value
         places[name] = f'"{key}"{where}'
     return ParsedConfig(_infer_backend(ours), ours, places, where)
 
 
 def _infer_backend(values: Mapping[str, object]) -> str:
-    """Return the backend that has settings with these names."""
+    """Return the backend to which settings with these names belong."""
     return "file" if "path" in values else "memory" if "size" in values else "mooncake"
 
 

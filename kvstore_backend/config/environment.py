@@ -46,32 +46,32 @@ _NATIVE_DEFAULTS = {
 
 
 def fastdeploy_plugins(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the names of plugins in ``FD_PLUGINS``. Without the variable, FastDeploy loads all installed plugins."""
+    """Return the names of FastDeploy's plugins in ``FD_PLUGINS``; empty if the variable is not set."""
     named = (os.environ if environ is None else environ).get("FD_PLUGINS", "")
     return [name.strip() for name in named.split(",") if name.strip()]
 
 
 def engine_variables(prefixes: tuple[str, ...], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables with names that begin with one of ``prefixes``, such as the settings of an engine."""
+    """Return the environment variables with names that begin with one of ``prefixes``, such as an engine's."""
     given = os.environ if environ is None else environ
     return {name: text for name, text in given.items() if name.startswith(prefixes)}
 
 
 def read_model_folder(environ: Mapping[str, str] | None = None) -> str:
-    """Return the model's checkpoint folder from ``KVSTORE_MODEL``; empty: not set.
+    """Return the folder of the model's checkpoint from ``KVSTORE_MODEL``; empty if the variable is not set.
 
-    Processes of engines use it that do not get the folder from the engine.
+    Processes of an engine that do not get the folder from the engine use this variable.
     """
     return (os.environ if environ is None else environ).get("KVSTORE_MODEL", "")
 
 
 def ascend_buffer_pool(environ: Mapping[str, str] | None = None) -> str:
-    """Return ``ASCEND_BUFFER_POOL``, which sets the buffers of Mooncake's transfers on Ascend cards; empty: not set."""
+    """Return ``ASCEND_BUFFER_POOL``: number and size of buffers for transfers on Ascend cards; empty if not set."""
     return (os.environ if environ is None else environ).get("ASCEND_BUFFER_POOL", "").strip()
 
 
 def select_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of ``names`` that are set, sorted by name."""
+    """Return the values of those environment variables of ``names`` that are set, sorted by name."""
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in sorted(names) if name in environ}
 
@@ -83,7 +83,7 @@ def library_folders(environ: Mapping[str, str] | None = None) -> list[Path]:
 
 
 def read_protocol(environ: Mapping[str, str] | None = None) -> str:
-    """Return the protocol from ``MOONCAKE_PROTOCOL``, which overrides the protocol in a file; empty: not set."""
+    """Return the protocol in ``MOONCAKE_PROTOCOL``, which overrides the protocol in a file; empty if not set."""
     return (os.environ if environ is None else environ).get("MOONCAKE_PROTOCOL", "").strip().lower()
 
 
@@ -95,7 +95,7 @@ def choose_rdma_devices(pool: PoolConfig | None, environ: Mapping[str, str] | No
 
 
 def offload_limit(environ: Mapping[str, str] | None = None) -> int:
-    """Return the limit in bytes of Mooncake's SSD folder; 0 if none is set (Mooncake uses 90 % of the disk then)."""
+    """Return the size limit of Mooncake's SSD folder in bytes; 0 without one (it may then fill 90 % of the disk)."""
     environ = os.environ if environ is None else environ
     for name in ("MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE", "MOONCAKE_BUCKET_MAX_TOTAL_SIZE"):
         if (text := environ.get(name, "").strip()).isascii() and text.isdigit():
@@ -104,9 +104,9 @@ def offload_limit(environ: Mapping[str, str] | None = None) -> int:
 
 
 def offload_bucket(environ: Mapping[str, str] | None = None) -> str:
-    """Return the number of blocks in each file of Mooncake's SSD folder, as text; the default is "1".
+    """Return ``MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT``: the number of blocks in a file of Mooncake's SSD folder, as text.
 
-    The variable is ``MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT``.
+    Without the variable, the result is "1".
     """
     variable = "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT"
     return (os.environ if environ is None else environ).get(variable, "").strip() or _NATIVE_DEFAULTS[variable]
@@ -132,22 +132,22 @@ def set_native_defaults() -> None:
 
 
 def wants_native_log(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``MC_LOG_LEVEL`` is set, which controls the log of Mooncake's native library."""
+    """Return whether the user has set ``MC_LOG_LEVEL``, to see the log of Mooncake's native library."""
     return "MC_LOG_LEVEL" in (os.environ if environ is None else environ)
 
 
 def verbose_environment() -> dict[str, str]:
-    """Return the environment of a process that tests Mooncake's library: the library logs much, and joins only once."""
+    """Return the environment of a process that tests Mooncake's library, with a full log and only one try to join."""
     return {**os.environ, "MC_LOG_LEVEL": "INFO", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
 
 
 def set_native_cluster(settings: MooncakeSettings) -> None:
-    """Set the cluster id for Mooncake's native library, which looks up the cluster's leading master in etcd."""
+    """Set the id of the cluster whose leading master Mooncake's native library looks up in etcd."""
     os.environ["MC_STORE_CLUSTER_ID"] = settings.cluster_id
 
 
 def set_snapshot_folder(folder: str) -> dict[str, str]:
-    """Set the snapshot folder of the Mooncake master that replaces this process; return the variables that were set."""
+    """Set the environment variables of a Mooncake master that snapshots to ``folder``; return these variables."""
     # Without ..._SKIP_CLEANUP a restarted master forgets all blocks that have no lease at that time.
     variables = {
         "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(folder).absolute()),

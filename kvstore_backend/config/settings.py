@@ -46,11 +46,11 @@ DEFAULT_TENANT = "default"
 
 
 def _read_from(variable: str, parse: Callable[[object], object] | None = None, also: str = "") -> dict[str, object]:
-    """Return the metadata of a field.
+    """Return the metadata of a settings class's field.
 
     Args:
         variable: the environment variable with the value.
-        parse: returns the checked value, or raises ``ValueError``. None if the value is the URL of another store.
+        parse: returns the checked value, or raises ``ValueError``; None if the value is the URL of another store.
         also: another engine's variable for the value, used if ``variable`` is not set.
     """
     return {"variable": variable, "parse": parse, "also": also}
@@ -64,12 +64,12 @@ class MooncakeSettings:
         master_server_addr: ``host:port`` of the master. With several masters, the place where the leading master is
             registered: ``etcd://host:port;host:port``, ``redis://host:port`` or ``k8s://namespace/lease``. With
             ``file:///folder``, the pool is a folder, and all other settings of Mooncake are ignored.
-        metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``); ``P2PHANDSHAKE``: there is
-            none. Clients with different values cannot read each other's memory.
-        local_hostname: name by which other clients reach this machine; empty: the address from which this machine
-            connects to the master.
+        metadata_server: URL of the metadata server (``http://``, ``etcd://``, ``redis://``); ``P2PHANDSHAKE`` if there
+            is none. Clients with different values cannot read each other's memory.
+        local_hostname: name by which other clients reach this machine; if empty, the address from which this machine
+            connects to the master is used.
         protocol: ``tcp``, ``rdma`` or ``ascend``.
-        rdma_devices: names of RDMA devices, separated by commas; empty: Mooncake chooses the devices.
+        rdma_devices: names of RDMA devices, separated by commas; if empty, Mooncake chooses the devices.
         global_segment_size: bytes of memory that this process gives to the pool; may be 0.
         local_buffer_size: bytes of Mooncake's own staging buffer, which the calls of this package do not need.
         cluster_id: with several masters, the id of their cluster; the same as the masters' ``--cluster_id``.
@@ -77,7 +77,7 @@ class MooncakeSettings:
             tenants (``--enable_multi_tenants``).
         enable_ssd_offload: whether Mooncake stores blocks on this machine's SSD when its memory is full. The master
             must run with ``--enable_offload=true``.
-        ssd_offload_path: folder on the SSD for these blocks; empty: Mooncake's default folder.
+        ssd_offload_path: folder on the SSD for these blocks; if empty, Mooncake's default folder is used.
     """
 
     backend: ClassVar[str] = "mooncake"
@@ -100,14 +100,9 @@ class MooncakeSettings:
 
     @property
     def ha_backend(self) -> str:
-        """Service with the address of the leading master: ``etcd``, ``redis`` or ``k8s``; empty for a single master."""
+        """Service that knows the leading master: ``etcd``, ``redis`` or ``k8s``; empty for a single master."""
         scheme, separator, _ = self.master_server_addr.partition("://")
         return scheme if separator else ""
-
-    @property
-    def etcd_addresses(self) -> list[str]:
-        """Addresses of the etcd servers of the masters; empty if the masters use no etcd."""
-        return self.list_servers(self.master_server_addr) if self.ha_backend == "etcd" else []
 
     @staticmethod
     def list_servers(url: str) -> list[str]:
@@ -176,11 +171,11 @@ class PoolConfig:
 
     @property
     def backend(self) -> str:
-        """Name of the shared store: ``mooncake``, ``file`` or ``memory``."""
+        """Kind of the shared store: ``mooncake``, ``file`` or ``memory``."""
         return self.store.backend
 
     def require_plain(self, who: str) -> PoolConfig:
-        """Return this configuration for an engine that can store blocks only unchanged.
+        """Return this configuration, for an engine that can only store blocks unchanged.
 
         Args:
             who: name of the engine, for the message.

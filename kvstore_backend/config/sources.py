@@ -56,12 +56,12 @@ _OPTIONS = {option.name: option for option in fields(PoolConfig) if option.metad
 
 
 class _Source(NamedTuple):
-    """Source of values of settings: a file, a URL, the environment or the caller's arguments."""
+    """Source of settings: a file, a URL, the environment or the caller's arguments."""
 
     values: Mapping[str, object]
     """Value of each setting that the source has, by the name of the setting."""
     place: Callable[[str], str]
-    """Returns the place of a setting's value in the source, as text for messages."""
+    """Returns the place at which the source has a setting's value, as text for messages, from the setting's name."""
     is_file: bool = False
 
 
@@ -72,7 +72,7 @@ def load_config(
     config_path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> PoolConfig:
-    """Load the configuration of ``backend``.
+    """Return the configuration of a pool with the given backend.
 
     Each value comes from ``explicit``, else from the URL, else from the file, else from the environment, else it is the
     default.
@@ -117,7 +117,7 @@ def load_config(
 
 
 def _find_folder(sources: Sequence[_Source]) -> _Source | None:
-    """Return the settings of a folder if the master's address is ``file:///...``; otherwise None.
+    """Return the settings of a pool in a folder if the master's address is ``file:///...``; otherwise None.
 
     Some engines cannot configure a pool in another way than by the address of a Mooncake master.
     """
@@ -154,13 +154,13 @@ def read_config(source: str | Path | None = None, *, environ: Mapping[str, str] 
 
 
 def names_pool(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the environment configures a pool, or names a file, which may turn the pool off."""
+    """Return whether the environment configures a pool, or names a configuration file, which may turn the pool off."""
     environ = os.environ if environ is None else environ
     return _file_of_environment(environ)[0] is not None or _find_kind(environ) is not None
 
 
 def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
-    """Return the settings class of the first type of store that has a variable in the environment, or None."""
+    """Return the settings class of the first store for which the environment has a variable; None without any."""
     for kind in STORE_SETTINGS.values():
         if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
             return kind
@@ -168,7 +168,7 @@ def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
 
 
 def describe_url(config: PoolConfig) -> str:
-    """Return the pool's URL, which another process can give to ``read_config`` to open the same pool."""
+    """Return the URL of a pool, which another process can give to ``read_config`` to open the same pool."""
     match config.store:
         case MooncakeSettings() as store:
             scheme = "" if store.ha_backend else "mooncake://"
@@ -185,29 +185,31 @@ def describe_url(config: PoolConfig) -> str:
 
 
 def describe_override(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """Return a sentence for the operator if ``MOONCAKE_PROTOCOL`` overrides the protocol in the file; else "".
+    """Return a sentence for the operator if ``MOONCAKE_PROTOCOL`` overrides the protocol in a file; else "".
 
-    The arguments are those of ``read_config``.
+    The arguments, which name the file, are those of ``read_config``.
     """
     environ = os.environ if environ is None else environ
-    path = source if source is not None else _file_of_environment(environ)[0]
-    if path is None or is_url(str(path)):
+    if (parsed := _read_named_file(source, environ)) is None:
         return ""
-    parsed = read_file(path)
     return _describe_override(_Source(parsed.values, parsed.places.__getitem__, is_file=True), environ)
 
 
 def describe_unknown(source: str | Path | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """Return a sentence for the operator with the unknown keys of the file, which are ignored; "" if there are none.
+    """Return a sentence for the operator with the unknown keys of a file, which are ignored; "" if there are none.
 
-    The arguments are those of ``read_config``.
+    The arguments, which name the file, are those of ``read_config``.
     """
-    environ = os.environ if environ is None else environ
+    parsed = _read_named_file(source, os.environ if environ is None else environ)
+    return (
+        "" if parsed is None else _describe_unknown([*_field_names(STORE_SETTINGS[parsed.backend]), *_OPTIONS], parsed)
+    )
+
+
+def _read_named_file(source: str | Path | None, environ: Mapping[str, str]) -> ParsedConfig | None:
+    """Read the file that ``source`` or the environment names; return None if they name a URL or nothing."""
     path = source if source is not None else _file_of_environment(environ)[0]
-    if path is None or is_url(str(path)):
-        return ""
-    parsed = read_file(path)
-    return _describe_unknown([*_field_names(STORE_SETTINGS[parsed.backend]), *_OPTIONS], parsed)
+    return None if path is None or is_url(str(path)) else read_file(path)
 
 
 def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
@@ -218,7 +220,7 @@ def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _overriding_source(file: _Source, environment: _Source) -> _Source:
-    """Return the protocol of the environment if the file also has one: the environment's protocol is used then."""
+    """Return the environment's protocol as a source that overrides the file; empty if one of both has no protocol."""
     both = {"protocol"} & file.values.keys() & environment.values.keys()
     return _Source({name: environment.values[name] for name in both}, environment.place)
 
@@ -278,9 +280,9 @@ def _file_source(
     *,
     is_named: bool,
 ) -> _Source:
-    """Return the values in the JSON file.
+    """Return the values in the JSON file that the caller or the environment names.
 
-    There are no values without a file, or if the file named by the environment is for another backend.
+    There are no values without a file, or if the file that the environment names is for another backend.
 
     Args:
         is_named: whether the caller requested the backend by its name, not by a URL.
@@ -295,7 +297,7 @@ def _file_source(
         return _Source({}, str)  # the variable is mainly for Mooncake
     if not parsed.backend:
         raise ConfigError(
-            f'the configuration turns the pool off ("backend": ""{parsed.where}), but {kind.backend} is requested'
+            f'the configuration turns the pool off ("backend": ""{parsed.where}), but {kind.backend} was requested'
         )
     if unknown := _describe_unknown(names, parsed):
         _log_once(unknown)
@@ -332,7 +334,7 @@ def _check_names(names: Sequence[str], values: Mapping[str, object], where: str)
 
 
 def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
-    """Return a sentence with the unknown keys of a file, each with the most similar setting; "" if there are none.
+    """Return a sentence with the unknown keys of a file, each with a similar known key; "" if there are none.
 
     Unknown keys are not an error, because FastDeploy and Mooncake also ignore them: a key may be a comment, or a
     setting of other software.
@@ -342,11 +344,11 @@ def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
         if name not in names:
             near = _nearest_name(name, names)
             unknown.append(f'"{name}" (did you mean {near}?)' if near else f'"{name}"')
-    return f"unknown and not used{parsed.where}: {', '.join(unknown)}" if unknown else ""
+    return f"unknown keys{parsed.where}, which are not used: {', '.join(unknown)}" if unknown else ""
 
 
 def _nearest_name(name: str, names: Sequence[str]) -> str:
-    """Return the most similar name of a setting, also of Mooncake's names; empty: none is similar."""
+    """Return the setting with the most similar name, ours or Mooncake's; empty if no name is similar."""
     aliases = [alias for alias, meant in NATIVE_NAMES.items() if meant in names]
     return next(iter(difflib.get_close_matches(name, [*names, *aliases], 1)), "")
 
@@ -357,7 +359,6 @@ def _parse_value(setting: Field[Any], source: _Source) -> Any:
     try:
         return parse(value)
     except ValueError as exc:
-        # The variable overrides only a file.
         is_overridable = isinstance(exc, MissingDeviceError) and source.is_file
         remedy = ", or set MOONCAKE_PROTOCOL=tcp, which overrides the file" if is_overridable else ""
         raise ConfigError(f"{source.place(setting.name)} is {hide_password(value)!r}; {exc}{remedy}") from None

@@ -76,14 +76,14 @@ def parse_positive_size(value: object) -> int:
 
 
 def parse_segment_size(value: object) -> int:
-    """Parse the size of the memory that a client gives to a Mooncake cluster; 0 is valid."""
+    """Parse the size of the memory that a client gives to a Mooncake pool; 0 is valid."""
     if 0 < (size := parse_size(value)) < _MIN_SEGMENT_BYTES:
         raise ValueError("Mooncake needs at least 16MiB, or 0 to contribute no memory to the pool")
     return size
 
 
 def parse_text(value: object) -> str:
-    """Return text without spaces at its beginning and end; refuse other types."""
+    """Return a text without spaces at its beginning and end; refuse values of other types."""
     if not isinstance(value, str):
         raise ValueError("it must be text")
     return value.strip()
@@ -97,7 +97,7 @@ def parse_tenant(value: object) -> str:
 
 
 def parse_master_address(value: object) -> str:
-    """Parse one master's address, or the URL of the service where the leading master is registered.
+    """Parse the address of a Mooncake master, or the URL of the service where the leading master is registered.
 
     The URL is ``etcd://`` and the addresses of the etcd servers, ``redis://`` and the address of the Redis server, or
     ``k8s://`` and the lease in Kubernetes. Mooncake must be built with Redis or Kubernetes; PyPI's wheels are not.
@@ -132,7 +132,7 @@ def _parse_servers(scheme: str, rest: str) -> str:
 
 
 def hide_password(value: object) -> object:
-    """Return ``value`` for a message: in each address, ``...`` replaces user and password before the ``@``."""
+    """Return ``value`` for a message, with ``...`` in place of user and password before an ``@`` in an address."""
     return re.sub("(^|://)[^/@]*@", r"\1...@", value) if isinstance(value, str) else value
 
 
@@ -176,7 +176,7 @@ def parse_protocol(value: object) -> str:
         raise ValueError("it must be tcp or rdma, or ascend if Mooncake was built for it")
     protocol = value.strip().lower()
     if protocol == "rdma" and not list_rdma_devices():
-        raise MissingDeviceError("this machine has no RDMA device; set tcp, or leave it out")
+        raise MissingDeviceError("this machine has no RDMA device; set tcp, or leave the protocol out")
     return protocol
 
 
@@ -200,7 +200,7 @@ def parse_switch(value: object) -> bool:
 
 
 def parse_kv_form(value: object) -> str:
-    """Parse the form in which blocks are stored: ``int8``, ``fp8`` (``engine/pool/kv_codec.py``); empty: unchanged."""
+    """Parse the form of stored blocks: ``int8``, ``fp8`` (``engine/pool/kv_codec.py``), or "" for unchanged blocks."""
     if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
         raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks unchanged")
     return value.strip().lower()
@@ -229,14 +229,14 @@ def default_folder() -> Path:
 
 
 def default_protocol() -> str:
-    """Return ``rdma`` if this machine has an RDMA device, otherwise ``tcp``; log the choice."""
+    """Return the default protocol: ``rdma`` if this machine has an RDMA device, otherwise ``tcp``; log the choice."""
     protocol, reason = ("rdma", "an") if list_rdma_devices() else ("tcp", "no")
     logger.info("protocol is not given: using %s because this machine has %s RDMA device", protocol, reason)
     return protocol
 
 
 def default_metadata_server() -> str:
-    """Return ``P2PHANDSHAKE``, and log it, because all clients of a pool must use the same value."""
+    """Return the default, ``P2PHANDSHAKE``; log it, because all clients of a pool must use the same value."""
     logger.info("metadata_server is not given: using P2PHANDSHAKE; every other client of the pool must use it too")
     return "P2PHANDSHAKE"
 

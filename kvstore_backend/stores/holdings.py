@@ -1,4 +1,4 @@
-"""Lists, measures, copies, pins and removes the values of a pool, for operator commands.
+"""Holdings: all values in a pool, which operator commands list, measure, copy, pin and remove.
 
 An engine knows only the keys that it requests. An operator needs a list of all keys: a Mooncake master lists them over
 HTTP, a folder has them as files. A value here is the bytes that are stored under a key.
@@ -31,15 +31,15 @@ __all__ = ["FolderHoldings", "Holdings", "MooncakeHoldings", "StoredBytes"]
 _Answer = TypeVar("_Answer")
 
 StoredBytes = NDArray[np.uint8]
-"""Value as the store has it; the value of a block has a header and the payload."""
+"""Bytes that a store has under a key. For a block, they are a header and the payload."""
 
 
 class _Values:
-    """Base class: reads, writes, pins and removes values through a store, which is opened when it is first needed.
+    """Reads, writes, pins and removes values of a pool through a store, which is opened when it is first needed.
 
     Args:
-        join: opens the store. This process must not give memory to the pool, because its memory is freed when the
-            command ends.
+        join: opens the store. The store must give no memory to the pool, because the memory is freed when the command
+            ends.
     """
 
     def __init__(self, join: Callable[[], StorageBackend]) -> None:
@@ -47,7 +47,7 @@ class _Values:
         self._joined: StorageBackend | None = None
 
     def read_values(self, keys: Sequence[str], sizes: Sequence[int]) -> list[StoredBytes | None]:
-        """Read values with known sizes in bytes; None for a value that could not be read."""
+        """Read values, given their sizes in bytes; return None for a value that could not be read."""
         memory = np.empty(sum(sizes), dtype=np.uint8)
         ends = list(accumulate(sizes))
         values = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -56,17 +56,17 @@ class _Values:
         return [value if status else None for value, status in zip(values, statuses, strict=True)]
 
     def write_values(self, keys: Sequence[str], values: Sequence[StoredBytes]) -> list[Status]:
-        """Store values under keys that are absent; values that are present do not change."""
+        """Store values under keys that the pool lacks. Values that the pool has do not change."""
         with self._register(values):
             return self._store.put(keys, [_as_spans(value) for value in values])
 
     def keep_values(self, keys: Sequence[str], values: Sequence[StoredBytes], seconds: float) -> list[Status]:
-        """Pin stored values for ``seconds`` seconds; 0 removes the pins."""
+        """Write values again that the pool has, and pin them for ``seconds``; 0 removes the pins."""
         with self._register(values):
             return self._store.keep(keys, [_as_spans(value) for value in values], seconds)
 
     def remove_keys(self, keys: Sequence[str]) -> list[Status]:
-        """Remove keys and their values, also values that a client may be reading now."""
+        """Remove keys and their values, including values that a client may be reading now."""
         return self._store.remove(keys, force=True)
 
     def remove_and_count(self, keys: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ class _Values:
 
     @contextlib.contextmanager
     def _register(self, values: Sequence[StoredBytes]) -> Iterator[None]:
-        """Register the memory of ``values`` with the store for the ``with`` block. RDMA needs registered memory."""
+        """Register the memory of ``values`` with the store for the ``with`` block, because RDMA needs this."""
         with contextlib.ExitStack() as registered:
             for span in {span for value in values for span in _as_spans(value) if span.nbytes}:
                 self._store.register(*span)
@@ -106,7 +106,7 @@ class _Values:
 
 
 class MooncakeHoldings(_Values):
-    """Values of one tenant of a Mooncake cluster. A master (0.3.13) lists only the keys of the tenant ``default``."""
+    """All values of one tenant in a Mooncake pool. A master (0.3.13) lists only the keys of the tenant ``default``."""
 
     can_keep = True
     """Whether the pool can pin values."""
@@ -122,7 +122,7 @@ class MooncakeHoldings(_Values):
         return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
     def list_keys(self) -> list[str]:
-        """Return all keys.
+        """Return all keys of the tenant.
 
         Raises:
             PoolUnavailable: the master does not list this tenant's keys.
@@ -131,7 +131,7 @@ class MooncakeHoldings(_Values):
             return self._ask(lambda: list(self._admin.stream_keys()))
         raise PoolUnavailable(
             f"Mooncake lists only the keys of tenant {DEFAULT_TENANT!r}, so those of {self._settings.tenant_id!r} "
-            "cannot be listed; name a namespace, or a prefix whose keys can be computed"
+            "cannot be listed; give a namespace and a prefix, from which the keys can be computed"
         )
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
@@ -168,7 +168,7 @@ class MooncakeHoldings(_Values):
 
 
 class FolderHoldings(_Values):
-    """Values in the folder of a file store."""
+    """All values in a pool that is a folder."""
 
     can_keep = False
     is_listed = True
@@ -188,12 +188,12 @@ class FolderHoldings(_Values):
             raise PoolUnavailable(f"folder {settings.path} {reason}: {remedy}")
 
     def list_keys(self) -> list[str]:
-        """Return all keys."""
-        return list(self._scan())
+        """Return all keys in the folder."""
+        return list(self.scan())
 
     def find_sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Return the size of each key's value in bytes; None for a key without a value."""
-        blocks = self._scan()
+        blocks = self.scan()
         return [blocks[key].nbytes if key in blocks else None for key in keys]
 
     def count_pins(self) -> None:
@@ -205,10 +205,10 @@ class FolderHoldings(_Values):
         Raises:
             PoolUnavailable: some of the keys could not be removed.
         """
-        return self.remove_and_count([key for key in self._scan() if key.startswith(prefix)])
+        return self.remove_and_count([key for key in self.scan() if key.startswith(prefix)])
 
-    def _scan(self) -> dict[str, Block]:
-        """Return the file of each value, by key. A key too long for a file name is replaced by the name of its file."""
+    def scan(self) -> dict[str, Block]:
+        """Return the file of each value, by key; by the file's name if the key is too long for a file name."""
         try:
             return {unquote(Path(block.path).stem): block for block in scan_blocks(self._settings.path / "blocks")}
         except OSError as exc:
@@ -216,7 +216,7 @@ class FolderHoldings(_Values):
 
 
 Holdings: TypeAlias = MooncakeHoldings | FolderHoldings
-"""Values of one pool. The methods raise ``PoolUnavailable`` if the pool cannot be reached."""
+"""All values in one pool. The methods raise ``PoolUnavailable`` if the pool cannot be reached."""
 
 
 def _as_spans(value: StoredBytes) -> list[Span]:

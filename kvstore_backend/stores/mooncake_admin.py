@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 
 from kvcommon.mooncake import Segment, parse_plain_metrics, read_segment
-from kvstore_backend.config import MooncakeSettings
 
 __all__ = ["MasterAdmin", "Segment", "TenantAccount", "find_admin", "find_ended_clients", "list_clusters_in_etcd"]
 
@@ -211,15 +210,17 @@ def _look_up_endpoint(name: str, metadata_server: str) -> str:
         raise ValueError(f"{metadata_server} has no address of {name}") from exc
 
 
-def list_clusters_in_etcd(settings: MooncakeSettings) -> dict[str, str]:
-    """Return the address of the leading master of each cluster, by cluster id, from the first etcd server that answers.
+def list_clusters_in_etcd(servers: Sequence[str]) -> dict[str, str]:
+    """Return the address of the leading master of each Mooncake cluster, by cluster id.
+
+    The addresses come from the first of ``servers``, the etcd servers as ``host:port``, that answers.
 
     Raises:
         httpx.HTTPError: no etcd server answers.
         ValueError: the response is not from etcd.
     """
     response: httpx.Response | None = None
-    for address in settings.etcd_addresses:
+    for address in servers:
         body = {
             "key": _encode_base64(_VIEW_PREFIX),
             "range_end": _encode_base64(_VIEW_PREFIX[:-1] + chr(ord(_VIEW_PREFIX[-1]) + 1)),
@@ -227,7 +228,7 @@ def list_clusters_in_etcd(settings: MooncakeSettings) -> dict[str, str]:
         try:
             response = httpx.post(f"http://{address}/v3/kv/range", json=body, timeout=_TIMEOUT_SECONDS, trust_env=False)
         except httpx.HTTPError:
-            if address == settings.etcd_addresses[-1]:
+            if address == servers[-1]:
                 raise
             continue
         break

@@ -171,7 +171,7 @@ def test_a_folder_without_weights_is_refused_as_any_model_could_be_meant(tmp_pat
         fingerprint_model(tmp_path / "m")
 
 
-@pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[1]", "must hold one JSON object")])
+@pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[1]", "must contain one JSON object")])
 def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, sentence: str) -> None:
     (checkpoint(tmp_path / "m") / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=f"config.json {sentence}"):

@@ -103,7 +103,7 @@ def test_1_a_misspelt_key(tmp_path: Path) -> None:
     path.write_text('{"path": "' + str(tmp_path / "pool") + '", "szie": "64MiB", "comment": "ours"}')
     findings = doctor(MOONCAKE_CONFIG_PATH=str(path)).findings
     (warning,) = [each["text"] for each in findings if (each["level"], each["subject"]) == ("warn", "configuration")]
-    assert warning == f'unknown and not used in {path}: "szie" (did you mean size?), "comment"'
+    assert warning == f'unknown keys in {path}, which are not used: "szie" (did you mean size?), "comment"'
 
 
 def test_2_no_master_running() -> None:
@@ -158,7 +158,7 @@ def test_7_something_else_for_the_metadata_server(mooncake_master: MooncakeMaste
 @pytest.mark.skipif(bool(list_rdma_devices()), reason="this machine has RDMA devices")
 def test_8_rdma_without_a_device(mooncake_master: MooncakeMaster) -> None:
     diagnosis = doctor(url(mooncake_master, protocol="rdma"))
-    told(diagnosis, "configuration", "this machine has no RDMA device", "set tcp, or leave it out")
+    told(diagnosis, "configuration", "this machine has no RDMA device", "set tcp, or leave the protocol out")
 
 
 def test_9_a_library_that_cannot_be_loaded(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
         ),
         (
             {**MASTER, "MOONCAKE_PROTOCOL": "rdma"},
-            "MOONCAKE_PROTOCOL is 'rdma'; this machine has no RDMA device; set tcp, or leave it out",
+            "MOONCAKE_PROTOCOL is 'rdma'; this machine has no RDMA device; set tcp, or leave the protocol out",
         ),
         (
             {"MOONCAKE_CONFIG_PATH": "/nowhere/c.json"},
@@ -221,15 +221,15 @@ def test_a_wrong_environment_gets_one_sentence(environ: dict[str, str], sentence
         ({"metadata_server": "p2phandshake"}, "it must be P2PHANDSHAKE, or a URL"),
         ({"metadata_server": "http://h:port/metadata"}, "it must be P2PHANDSHAKE, or a URL"),
         ({"protocol": "rdma"}, "\"protocol\" in {} is 'rdma'; this machine has no RDMA device"),
-        ({"protocol": "rdma"}, "set tcp, or leave it out"),
+        ({"protocol": "rdma"}, "set tcp, or leave the protocol out"),
         ("{", "configuration file '{}' is not JSON: "),
         (
             '{"protocol": "tcp", "protocol": "rdma"}',
-            "configuration file '{}' cannot be used: it gives protocol twice",
+            "configuration file '{}' cannot be used: it has protocol twice",
         ),
         ('{"protocol": ' + "[" * 100_000, "configuration file '{}' is nested too deep"),
         ("\xff", "configuration file '{}' is not JSON: "),
-        ("[]", "configuration file '{}' must hold one JSON object"),
+        ("[]", "configuration file '{}' must contain one JSON object"),
     ],
 )
 def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: object, sentence: str) -> None:
@@ -249,7 +249,7 @@ def test_members_of_a_file_that_are_not_known_are_named_in_one_warning(
         assert mooncake(MASTER, config_path=path).rdma_devices == ""
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [
-        f'unknown and not used in {path}: "comment", "protocl" (did you mean protocol?), '
+        f'unknown keys in {path}, which are not used: "comment", "protocl" (did you mean protocol?), '
         '"device_nam" (did you mean device_name?)'
     ]
 
@@ -406,7 +406,7 @@ def test_rdma_that_is_not_there_is_refused_with_the_file_the_word_and_the_variab
     with pytest.raises(ConfigError) as caught:
         mooncake({"MOONCAKE_CONFIG_PATH": str(path)})
     assert str(caught.value) == (
-        f"\"protocol\" in {path} is 'rdma'; this machine has no RDMA device; set tcp, or leave it out, "
+        f"\"protocol\" in {path} is 'rdma'; this machine has no RDMA device; set tcp, or leave the protocol out, "
         "or set MOONCAKE_PROTOCOL=tcp, which overrides the file"
     )
 

@@ -167,7 +167,7 @@ def test_a_flood_of_one_tenant_evicts_only_its_own_blocks(tenants: MooncakeMaste
 
     keys = fill_pool(tenants.config(global_segment_size=0, tenant_id="quiet"), space("one"), PROMPT)
     digest = keys[0].split("-")[1]
-    assert "cannot be listed; name a namespace" in kvstore("ls", *there, "--tenant", "quiet").sentence
+    assert "cannot be listed; give a namespace" in kvstore("ls", *there, "--tenant", "quiet").sentence
     prefix = ["--namespace", digest, "--tokens", ",".join(map(str, PROMPT))]
     [row] = kvstore("ls", *there, "--tenant", "quiet", *prefix, "--json").told["prefixes"]
     assert row["found"] == 3
