@@ -26,7 +26,7 @@ from tests.router.sharing.links import LinkedHub, join_all
 from tests.router.stand_in import Behaviour, LoopThread, StandIn
 from tests.support.waiting import wait_until
 
-__all__ = ["RouterUnderTest"]
+__all__ = ["MakeRouter", "MakeStandIn", "RouterUnderTest"]
 
 
 class RouterUnderTest:
@@ -80,6 +80,10 @@ class RouterUnderTest:
         return self.client.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True, **body})
 
 
+MakeRouter = Callable[..., RouterUnderTest]
+MakeStandIn = Callable[..., StandIn]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if REPORTS:
         terminalreporter.section("what faults of instances did to requests")
@@ -96,7 +100,7 @@ def thread() -> Iterator[LoopThread]:
 
 
 @pytest.fixture
-def stand_in(thread: LoopThread) -> Iterator[Callable[..., StandIn]]:
+def stand_in(thread: LoopThread) -> Iterator[MakeStandIn]:
     """Starts stand-ins: ``stand_in("prefill", behaviour)``."""
     with contextlib.ExitStack() as started:
 
@@ -112,7 +116,7 @@ def stand_in(thread: LoopThread) -> Iterator[Callable[..., StandIn]]:
 
 
 @pytest.fixture
-def make_router(thread: LoopThread) -> Iterator[Callable[..., RouterUnderTest]]:
+def make_router(thread: LoopThread) -> Iterator[MakeRouter]:
     """Starts routers: ``make_router(*stand_ins, splitwise=True)``; the stand-ins are registered.
 
     With ``workers=2`` it is two that share as two processes would; the stand-ins are registered at the first one.

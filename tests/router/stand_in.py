@@ -129,6 +129,24 @@ class Responder:
 Behaviour = Callable[[Received, Responder], Awaitable[None]]
 
 
+async def never_answers(request: Received, respond: Responder) -> None:
+    """Leave when the peer does, without a byte of an answer."""
+    await respond.peer_left.wait()
+    respond.keep_alive = False
+
+
+def cuts(after: bytes = b"") -> Behaviour:
+    """Send these bytes, then break the connection."""
+
+    async def behave(request: Received, respond: Responder) -> None:
+        if after:
+            await respond.raw(after)
+            await asyncio.sleep(0.02)
+        respond.cut()
+
+    return behave
+
+
 def chat_answer(content: str = "hello") -> bytes:
     """A whole chat completion."""
     message = {"role": "assistant", "content": content}

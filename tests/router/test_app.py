@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,13 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.fleet.breaker import FAILURES
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer, stalls, streams_until
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 def test_registering_answers_success(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -20,15 +20,14 @@ import pytest
 from router.console import main
 from router.launch import fd_router
 from router.settings import RouterSettings
-from tests.router.stand_in import Received, Responder, StandIn, stalls, streams_until
+from tests.router.conftest import MakeStandIn
+from tests.router.stand_in import Received, Responder, stalls, streams_until
 from tests.support import plain_http
 from tests.support.certificates import make_certificate
 from tests.support.nursery import run_forked
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
-
-MakeStandIn = Callable[..., StandIn]
 
 LAUNCH = [sys.executable, "-m", "router.launch"]
 

@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.router.conftest import MakeStandIn
 from tests.router.stand_in import LoopThread, StandIn
 from tests.support.strict_sglang import StrictSglang
 from tests.support.strict_vllm import Connector, StrictVllm
-from tests.support.toy_model import PATHS, Asked, answer_text, decode, next_tokens
-
-MakeStandIn = Callable[..., StandIn]
+from tests.support.toy_model import answer_text, decode, next_tokens
 
 TEXT = " ".join(f"word{number}" for number in range(40))
 ASKED: dict[str, dict[str, Any]] = {
@@ -64,23 +63,6 @@ def vllm(stand_in: MakeStandIn) -> Callable[..., tuple[StrictVllm, StandIn, Stan
         return strict, prefill, decode_
 
     return start
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-def test_a_nixl_pair_asked_rightly_answers_as_one_alone(vllm: Any, path: str, stream: bool) -> None:
-    strict, prefill, decode_ = vllm()
-    for turn, cached in enumerate((0, 32)):
-        headers = {"X-Request-Id": f"r{turn}"}
-        body = {**ASKED[path], "stream": stream, "stream_options": {"include_usage": True}} if stream else ASKED[path]
-        given = ask(prefill, path, {**limited(path), "kv_transfer_params": NIXL}, headers).json()["kv_transfer_params"]
-        assert given["remote_prefill_cached_tokens"] == cached
-        answered = ask(decode_, path, {**body, "kv_transfer_params": given}, headers)
-        if stream:
-            assert texts(path, answered.text) == answer_text(path, ASKED[path])
-        else:
-            assert answer_text(path, ASKED[path]) in answered.text
-    assert (strict.violations, strict.alone, strict.transfers, strict.stranded) == ([], 0, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -225,27 +207,6 @@ def ask_both(thread: LoopThread, pair: tuple[StandIn, StandIn], path: str, *bodi
 
 
 ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 2**63 - 1}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-def test_sglang_legs_meet_in_their_room(sglang: Any, thread: LoopThread, path: str, stream: bool) -> None:
-    strict, prefill, decode_ = sglang
-    body = {**ASKED[path], "stream": stream, **ROOM}
-    _, answered = ask_both(thread, (prefill, decode_), path, body, body)
-    said = texts(path, answered.text) if stream else answered.text
-    assert answer_text(path, ASKED[path]) in said
-    assert (strict.violations, strict.transfers, strict.waiting) == ([], 1, 0)
-
-
-def test_sglang_batches_have_a_room_a_prompt(sglang: Any, thread: LoopThread) -> None:
-    strict, prefill, decode_ = sglang
-    rooms = {"bootstrap_host": ["127.0.0.1"] * 2, "bootstrap_port": [9001] * 2, "bootstrap_room": [1, 2]}
-    body = {"prompt": ["a b", [1, 2, 3]], "max_tokens": 2, **rooms}
-    _, answered = ask_both(thread, (prefill, decode_), "/v1/completions", body, body)
-    expected = [decode(choice) for choice in Asked.read("/v1/completions", body).generate()]
-    assert [choice["text"] for choice in answered.json()["choices"]] == expected
-    assert strict.violations == []
 
 
 @pytest.mark.parametrize(

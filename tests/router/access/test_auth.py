@@ -11,8 +11,7 @@ from router.access import auth as auth_module
 from router.access.auth import Auth
 from router.http.api_error import Refused
 from router.settings import RouterSettings, SettingsError
-from tests.router.conftest import RouterUnderTest
-from tests.router.test_app import MakeRouter, MakeStandIn
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.support.waiting import wait_until
 
 

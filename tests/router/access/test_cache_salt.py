@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ import pytest
 from router import app
 from router.access.cache_salt import CacheSalts
 from router.fleet import EngineKind
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 
 
 def test_a_clients_salt_is_the_same_in_every_process_and_no_two_are_equal() -> None:

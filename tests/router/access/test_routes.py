@@ -6,7 +6,7 @@ import http.client
 import itertools
 import json
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +16,8 @@ from starlette.routing import Route as StarletteRoute
 
 from router.access import ROUTES, Access, Route, find_route
 from router.http import CONTROL_BYTES
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import StandIn
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 ROOT = Path(__file__).parents[3]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")

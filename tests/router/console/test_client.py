@@ -10,13 +10,11 @@ from typing import TypeVar
 import pytest
 
 from router.console.client import RouterClient, RouterError, TokenWanted, UntrustedCertificate
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, streams
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Behaviour, Received, Responder, answers, streams
 from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
 
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 T = TypeVar("T")
 
 

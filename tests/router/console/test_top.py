@@ -16,13 +16,10 @@ from pathlib import Path
 import pytest
 
 from router.console.top import main
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_answer
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Behaviour, Received, Responder, chat_answer
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 @pytest.fixture(autouse=True)

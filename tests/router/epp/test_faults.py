@@ -18,13 +18,11 @@ import pytest
 
 from router.console import main
 from router.launch.program import NO_GRPC
-from tests.router.stand_in import StandIn
+from tests.router.conftest import MakeStandIn
 from tests.support.envoy import Envoy, make_config, running_envoy
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
-
-MakeStandIn = Callable[..., StandIn]
 
 pytest.importorskip("grpc", reason="the extra epp is not installed")
 

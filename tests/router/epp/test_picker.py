@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.epp.conftest import Gateway
 from tests.router.stand_in import (
     Behaviour,
     Received,
     Responder,
-    StandIn,
     answers,
     chat_answer,
+    never_answers,
     stalls,
     streams,
     streams_until,
@@ -27,8 +27,6 @@ from tests.router.stand_in import (
 from tests.support.waiting import wait_until
 
 MakeGateway = Callable[..., Gateway]
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 pytest.importorskip("grpc", reason="the extra epp is not installed")
 
@@ -305,7 +303,7 @@ def test_a_gateway_that_does_not_send_bodies_is_told_what_to_set(make_gateway: M
 def test_a_request_that_takes_too_long_ends_with_the_routers_error(
     make_gateway: MakeGateway, stand_in: MakeStandIn
 ) -> None:
-    instance = stand_in("mixed", never_answer)
+    instance = stand_in("mixed", never_answers)
     answer = make_gateway(instance, request_timeout_secs=0.5).chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
     wait_until(lambda: instance.left == 1, "the end of the request at the instance")
@@ -314,7 +312,7 @@ def test_a_request_that_takes_too_long_ends_with_the_routers_error(
 def test_a_stream_is_served_elsewhere_if_its_instance_stops_answering(
     make_gateway: MakeGateway, stand_in: MakeStandIn
 ) -> None:
-    hung, other = stand_in("mixed", never_answer), stand_in("mixed", streams("a", "b"))
+    hung, other = stand_in("mixed", never_answers), stand_in("mixed", streams("a", "b"))
     settings = {"health_check_interval_secs": 0.2, "health_check_timeout_secs": 0.2, "health_failure_threshold": 1}
     gateway = make_gateway(hung, other, **settings)
     hung.answers_probes = False
@@ -323,11 +321,6 @@ def test_a_stream_is_served_elsewhere_if_its_instance_stops_answering(
         assert response.read().endswith(b"data: [DONE]\n\n")
     assert len(other.received) == 1
     assert is_idle(gateway.router)
-
-
-async def never_answer(_: Received, respond: Responder) -> None:
-    await respond.peer_left.wait()
-    respond.keep_alive = False
 
 
 def test_requests_wait_for_their_turn(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import LoopThread, StandIn
 from tests.support.certificates import make_certificate
 from tests.support.waiting import wait_until
 
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 MakeClient = Callable[..., "Client"]
 
 grpc = pytest.importorskip("grpc", reason="the extra epp is not installed")

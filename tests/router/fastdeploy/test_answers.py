@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,9 @@ from router.launch.logs import open_log
 from router.policies import InstanceLoad
 from router.policies.base import _encode_prompt, chunk_hashes
 from router.settings import RouterSettings
-from tests.router.conftest import RouterUnderTest
-from tests.router.serving.test_attempt import hangs
-from tests.router.stand_in import Behaviour, StandIn, answers, chat_answer, stalls
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Behaviour, answers, chat_answer, never_answers, stalls
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 @pytest.mark.parametrize("texts", [["hello"], ["hello", "hi", "how are you"], []])
@@ -68,7 +64,7 @@ def test_health_generate_probes_the_pair(make_router: MakeRouter, stand_in: Make
     assert (prefill.probes, decode.probes) == (before[0] + 1, before[1] + 1)
 
 
-@pytest.mark.parametrize("hanging", [stalls("first-chunk"), hangs()], ids=["in a stream", "before its answer"])
+@pytest.mark.parametrize("hanging", [stalls("first-chunk"), never_answers], ids=["in a stream", "before its answer"])
 def test_a_prefill_that_hangs_behind_decodes_answer_is_ended(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, hanging: Behaviour
 ) -> None:

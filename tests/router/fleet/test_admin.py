@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from router.fleet.admin import ORDERS
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, streams_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 def order(router: RouterUnderTest, name: str, instance: StandIn, **members: object) -> dict[str, object]:

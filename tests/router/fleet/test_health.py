@@ -24,13 +24,10 @@ from router.http import (
     UpstreamError,
 )
 from router.settings import RouterSettings
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.fleet.registrations import registration
-from tests.router.stand_in import Received, Responder, StandIn, chat_answer
+from tests.router.stand_in import Received, Responder, chat_answer
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 SOON = {"health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.5}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import openai
@@ -12,12 +11,9 @@ import pytest
 
 from router.fleet import health
 from router.fleet.models import UNLISTED, ServedModels, parse_models
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, streams
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 SOON = {"health_check_interval_secs": 0.05}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,10 @@ import pytest
 from router.fleet.register_file import read_register_file
 from router.fleet.registration import EngineKind, Role
 from router.settings import SettingsError
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.router.stand_in import LoopThread, StandIn
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 # As in FastDeploy's golang_router/examples, with the lists of the second entry as text.
 EXAMPLE = """

@@ -14,9 +14,8 @@ from router.fleet.scrape import Scraper
 from router.http.pool import ConnectionPool
 from router.policies import POLICIES, InstanceLoad
 from router.settings import RouterSettings
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Behaviour, StandIn, answers
-from tests.router.test_app import MakeRouter, MakeStandIn
 from tests.support.waiting import wait_until
 
 FASTDEPLOY = b"""# HELP fastdeploy:num_requests_running Number of requests currently running

@@ -21,12 +21,8 @@ from router.fleet.registration import Registration, Role
 from router.fleet.registry import Registry
 from router.fleet.snapshot import STALE_SECONDS, Snapshot
 from router.settings import RouterSettings, SettingsError
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn
+from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 class Remembers:

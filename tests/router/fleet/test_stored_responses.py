@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from router.fleet import StoredResponses
 from router.fleet.stored_responses import MAX_RESPONSES
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Behaviour, Received, Responder
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 def keeps(response_id: str) -> Behaviour:

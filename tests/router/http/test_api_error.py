@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,9 @@ import anthropic
 import pytest
 
 from router.http import ApiError, to_dialect
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, answers
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.stand_in import Received, Responder, answers
 from tests.support.ports import free_port
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"
 WRONG_KEY = {"authorization": "Bearer wrong"}

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ import httpx
 import pytest
 
 from router.http import Cors
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, answers, streams
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Received, Responder, answers, streams
 from tests.support.browser import open_page
 from tests.support.certificates import make_certificate
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 PAGE, OTHER = "https://chat.example.com", "https://other.example.com"
 CHAT = "/v1/chat/completions"

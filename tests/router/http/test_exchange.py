@@ -28,11 +28,10 @@ from router.http.errors import (
 from router.http.exchange import HIGH_WATER, Connection, Exchange, ResponseReader
 from router.http.message import Address, Response
 from router.http.pool import ConnectionPool
-from tests.router.stand_in import Behaviour, LoopThread, Received, Responder, StandIn, answers
+from tests.router.conftest import MakeStandIn
+from tests.router.stand_in import Behaviour, LoopThread, Received, Responder, StandIn, answers, never_answers
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
-
-MakeStandIn = Callable[..., StandIn]
 
 
 class Client:
@@ -370,22 +369,13 @@ def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeSt
 
 
 def test_fetch_gives_up_after_its_time(client: Client, stand_in: MakeStandIn) -> None:
-    async def hangs(request: Received, respond: Responder) -> None:
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
-    instance = stand_in("mixed", hangs)
+    instance = stand_in("mixed", never_answers)
 
     async def fetch(upstream: ConnectionPool) -> Response:
         return await upstream.fetch(Address("127.0.0.1", instance.port), "GET", "/x", timeout=0.05)
 
     with pytest.raises(TimedOut, match=r"did not answer GET /x within 0\.05 s"):
         client.run(fetch)
-
-
-def test_repr_tells_how_many_connections_are_open_and_idle(client: Client, stand_in: MakeStandIn) -> None:
-    client.post(stand_in())
-    assert repr(client.upstream) == "<ConnectionPool 1 connections, 1 idle>"
 
 
 def test_an_ipv6_address_is_written_with_brackets() -> None:

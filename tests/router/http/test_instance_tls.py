@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from router.fleet import scrape
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.fleet.test_scrape import FASTDEPLOY
-from tests.router.stand_in import Received, Responder, StandIn, answers, stalls, streams
+from tests.router.stand_in import Received, Responder, answers, stalls, streams
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 @pytest.fixture(scope="module")

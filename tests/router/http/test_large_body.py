@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +14,7 @@ from router.http import large_body
 from router.http.body import encode_member, parse_inference, parse_object, splice, splice_parts
 from router.http.large_body import PIECE_BYTES, SHORTENED_BYTES, BadBody, LargeBody, hide_escapes, show_escapes
 from router.policies import request_features
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
+from tests.router.conftest import MakeRouter, MakeStandIn
 
 MEGABYTE = 1024 * 1024
 TOO_FINE = {

@@ -25,14 +25,11 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from kvcommon.http_limits import HEAD_BYTES, MAX_HEADERS
 from router.http.api_error import ApiError
 from router.http.server import MAX_PIPELINED, PIECE_BYTES, RouterProtocol, _Flow, path_of
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.stand_in import Received, Responder, answers, never_answers, stalls
 from tests.support import plain_http
 from tests.support.certificates import make_certificate
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 LIMIT = 100_000
 CHAT = "/v1/chat/completions"
@@ -166,7 +163,7 @@ def test_a_pipelined_body_that_is_too_large_is_refused_in_its_turn(router: Route
 def test_a_client_that_leaves_ends_all_its_pipelined_requests(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    instance = stand_in("mixed", hangs)
+    instance = stand_in("mixed", never_answers)
     router = make_router(instance)
     client = connect(router)
     client.send(request(b'{"request_id": "a"}') + request(b'{"request_id": "b"}'))
@@ -175,12 +172,6 @@ def test_a_client_that_leaves_ends_all_its_pipelined_requests(
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-a_0"]}], "the abort")
     wait_until(lambda: instance.running == 0, "the leg to end")
     assert len(instance.received) == 1
-
-
-async def hangs(request: Received, respond: Responder) -> None:
-    """Never answer."""
-    await respond.peer_left.wait()
-    respond.keep_alive = False
 
 
 @pytest.mark.parametrize("headers", [(), (b"connection: keep-alive",)])
@@ -544,7 +535,7 @@ def test_a_client_that_leaves_while_it_sends_its_body_does_no_harm(
 def test_a_client_that_leaves_while_it_waits_in_line_gives_up_its_place(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    instance = stand_in("mixed", hangs)
+    instance = stand_in("mixed", never_answers)
     router = make_router(instance, max_concurrent_requests=1)
     first, second, third = (connect(router) for _ in range(3))
     first.send(request(b'{"request_id": "a"}'))
@@ -563,7 +554,7 @@ def test_a_client_that_leaves_while_it_waits_in_line_gives_up_its_place(
 def test_who_finds_the_line_full_is_told_when_to_come_back(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    instance = stand_in("mixed", hangs)
+    instance = stand_in("mixed", never_answers)
     router = make_router(instance, max_concurrent_requests=1, max_queued_requests=0)
     connect(router).send(request())
     wait_until(lambda: instance.running == 1, "the first request")
@@ -578,7 +569,7 @@ def test_who_finds_the_line_full_is_told_when_to_come_back(
 def test_who_waits_too_long_in_line_is_told_when_to_come_back(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    instance = stand_in("mixed", hangs)
+    instance = stand_in("mixed", never_answers)
     router = make_router(instance, max_concurrent_requests=1, queue_timeout_secs=0.1)
     connect(router).send(request())
     wait_until(lambda: instance.running == 1, "the first request")
@@ -708,22 +699,8 @@ def test_only_instances_of_pairs_are_told_by_their_url(make_router: MakeRouter, 
     assert not {"x-router-prefill-url", "x-router-decode-url", "x-router-mixed-url"} & set(headers)
 
 
-def test_a_failed_attempt_and_the_one_that_served_are_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    prefill, good, bad = stand_in("prefill"), stand_in("decode"), stand_in("decode", answers(500, b""))
-    router = make_router(prefill, good, bad, splitwise=True, decode_policy="round_robin")
-    for number in range(2):
-        assert router.chat(request_id=f"r{number}").status_code == 200
-    (retried,) = [got.json["request_id"] for got in bad.received]
-    told = router.client.get(f"/admin/explain/{retried}").json()
-    first, second = told["attempts"]
-    assert (first["ended"], second["ended"]) == (f"{bad.key} answered with 500", "answered")
-    for attempt, decode in ((first, bad), (second, good)):
-        assert [decision["instance"] for decision in attempt["decisions"]] == [prefill.key, decode.key]
-        assert all(decision["reasons"] for decision in attempt["decisions"])
-
-
 def test_an_attempt_whose_client_left_is_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    instance = stand_in("mixed", hangs)
+    instance = stand_in("mixed", never_answers)
     router = make_router(instance)
     with pytest.raises(httpx.ReadTimeout):
         router.client.post("/v1/chat/completions", json={"request_id": "r1"}, timeout=0.2)

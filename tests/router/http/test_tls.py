@@ -8,18 +8,15 @@ import logging
 import socket
 import ssl
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import StandIn, chat_answer, streams
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 LIMIT = 100_000
 CHAT = "/v1/chat/completions"

@@ -19,12 +19,10 @@ from router.serving.aborts import MAX_IDS, AbortScope, list_unknown_ids, read_as
 from router.serving.reading import parsed_request
 from router.serving.reading.api import GENERATING, EngineIds
 from tests.router.calls import calls_in_router
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, answers, stalls
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.stand_in import Received, Responder, answers, stalls
 from tests.support.waiting import wait_until
 
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 Ask = Callable[..., "Future[httpx.Response]"]
 
 ALICE, BOB, ADMIN = ({"authorization": f"Bearer {key}"} for key in ("sk-1", "sk-2", "s3cret"))

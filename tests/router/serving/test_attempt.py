@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,33 +13,9 @@ import pytest
 
 from router.serving import attempt
 from router.serving.attempt import PREAMBLE_BYTES, Attempt, Leg
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, cuts, never_answers
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
-
-
-def hangs() -> Behaviour:
-    """Never answer; leave when the peer does."""
-
-    async def behave(request: Received, respond: Responder) -> None:
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
-    return behave
-
-
-def cuts(after: bytes = b"") -> Behaviour:
-    """Send these bytes, then break the connection."""
-
-    async def behave(request: Received, respond: Responder) -> None:
-        if after:
-            await respond.raw(after)
-        respond.cut()
-
-    return behave
 
 
 def aborted_ids(instance: StandIn) -> list[str]:
@@ -177,7 +152,7 @@ def test_decode_is_chosen_among_those_that_fit_the_prefill(make_router: MakeRout
 
 
 def test_the_answer_does_not_wait_for_prefill_to_end(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    prefill, decode = stand_in("prefill", hangs()), stand_in("decode")
+    prefill, decode = stand_in("prefill", never_answers), stand_in("decode")
     router = make_router(prefill, decode, splitwise=True)
     assert router.chat().status_code == 200
     assert prefill.running == 1
@@ -217,7 +192,7 @@ def test_decodes_own_4xx_reaches_the_client_unchanged(
 def test_prefills_own_4xx_reaches_the_client_unchanged_and_decode_is_aborted(
     make_router: MakeRouter, stand_in: MakeStandIn, status: int
 ) -> None:
-    prefill, decode = stand_in("prefill", answers(status, b'{"error": "prompt"}')), stand_in("decode", hangs())
+    prefill, decode = stand_in("prefill", answers(status, b'{"error": "prompt"}')), stand_in("decode", never_answers)
     response = make_router(prefill, decode, splitwise=True).chat(request_id="r")
     assert (response.status_code, response.content) == (status, b'{"error": "prompt"}')
     wait_until(lambda: nothing_runs_at(decode), "decode's leg to end")
@@ -253,7 +228,7 @@ class TestAFailingLeg:
 def test_a_prefill_that_refuses_connections_gives_502_then_503_that_names_the_role(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    prefill, decode = stand_in("prefill"), stand_in("decode", hangs())
+    prefill, decode = stand_in("prefill"), stand_in("decode", never_answers)
     router = make_router(prefill, decode, splitwise=True)
     prefill.stop()
     first, second = router.chat(), router.chat()
@@ -262,7 +237,7 @@ def test_a_prefill_that_refuses_connections_gives_502_then_503_that_names_the_ro
 
 
 def test_a_client_that_leaves_closes_both_legs_and_aborts_both(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    prefill, decode = stand_in("prefill", hangs()), stand_in("decode", hangs())
+    prefill, decode = stand_in("prefill", never_answers), stand_in("decode", never_answers)
     router = make_router(prefill, decode, splitwise=True)
     sock = _send_chat(router.port, {"messages": [], "request_id": "r"})
     wait_until(lambda: (prefill.running, decode.running) == (1, 1), "both legs")
@@ -305,7 +280,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_decode(
 def test_aborts_name_the_engines_own_ids(
     make_router: MakeRouter, stand_in: MakeStandIn, path: str, body: dict[str, Any], ids: list[str]
 ) -> None:
-    prefill = stand_in("prefill", hangs())
+    prefill = stand_in("prefill", never_answers)
 
     async def refuses_once_prefill_runs(request: Received, respond: Responder) -> None:
         while not prefill.running:
@@ -391,7 +366,7 @@ def test_an_error_of_hand_over_is_found_behind_the_ids_of_a_long_prompt(
         await respond.event('{"error": {"message": "PD Error: decode refused"}}')
         await respond.end_stream()
 
-    router = make_router(stand_in("prefill", fails), stand_in("decode", hangs()), splitwise=True)
+    router = make_router(stand_in("prefill", fails), stand_in("decode", never_answers), splitwise=True)
     response = router.chat(stream=True)
     assert (response.status_code, response.json()["error"]["code"]) == (502, "prefill_failed")
 
@@ -421,7 +396,7 @@ def test_attempts_of_the_only_pair_come_after_longer_and_longer_pauses(
 
     monkeypatch.setattr("router.serving.retry_loop.random.uniform", lambda low, high: 1.0)
     prefill = stand_in("prefill", answers(body=b'{"error": {"message": "PD Error"}}'))
-    router = make_router(prefill, stand_in("decode", hangs()), splitwise=True)
+    router = make_router(prefill, stand_in("decode", never_answers), splitwise=True)
     monkeypatch.setattr("router.serving.retry_loop.sleep", slept)
     assert router.chat().status_code == 502
     assert [pause for pause in pauses if pause] == [0.05, 0.1, 0.2, 0.4]

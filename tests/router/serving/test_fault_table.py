@@ -19,12 +19,10 @@ import pytest
 from router.app import RouterApp
 from router.http import Address, Exchange, RouterProtocol
 from router.http.exchange import Connection
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.serving.dialects.pair_fleet import Ended, read_answer
 from tests.router.serving.fault_report import REPORTS, Report
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_answer, full_backlog
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_answer, full_backlog, never_answers
 
 REQUESTS = 32
 PIECES = 3
@@ -38,17 +36,6 @@ MIDDLE_OF_STREAM = (
     + b"%x\r\n%s\r\n" % (len(FIRST_EVENT), FIRST_EVENT)
     + b'fff\r\ndata: {"cho'
 )
-
-
-class Ended(NamedTuple):
-    """What one client got."""
-
-    status: int
-    text: str
-    error: str
-    """The code of the error; '' if there was none."""
-    begun: bool
-    """Whether a byte of an answer came before the error."""
 
 
 class Fleet(NamedTuple):
@@ -121,14 +108,6 @@ def breaks(after: bytes, after_in_stream: bytes | None = None) -> Behaviour:
     return behave
 
 
-def hangs() -> Behaviour:
-    async def behave(request: Received, respond: Responder) -> None:
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
-    return behave
-
-
 def says_pd_error() -> Behaviour:
     async def behave(request: Received, respond: Responder) -> None:
         await respond.answer(200, b'{"error": {"message": "PD Error: the decode instance refused", "code": 500}}')
@@ -144,7 +123,7 @@ def behaving(instance: StandIn, behave: Behaviour) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hanging_with_its_probes(instance: StandIn) -> Iterator[None]:
-    instance.behave = hangs()
+    instance.behave = never_answers
     instance.answers_probes = False
     yield
 
@@ -251,7 +230,7 @@ def test_prefill_tells_pd_error_to_its_own_client_only(fleet: Callable[..., Flee
 def test_a_hang_that_probes_do_not_show_is_ended_by_the_time_out(fleet: Callable[..., Fleet], role: str) -> None:
     running = fleet(role != "mixed", request_timeout_secs=4.0)
     failing = running.of(role)[0]
-    failing.behave = hangs()
+    failing.behave = never_answers
     ended = ask_all(running)
     row = report(running, f"one of two {role}: hangs, though its probes pass", ended, failing, late=True)
     assert (row.lost, row.wrong, row.left_running) == (0, 0, 0)
@@ -395,7 +374,7 @@ def ask_all(fleet: Fleet, leaving: bool = False) -> list[Any]:
         url = f"{workers[number // 4 % len(workers)].url}/v1/chat/completions"
         if not leaves:
             response = await client.post(url, json=asked)
-            return _read(response)
+            return read_answer("/v1/chat/completions", response)
         with contextlib.suppress(httpx.TimeoutException):
             await client.post(url, json=asked, timeout=httpx.Timeout(20, read=0.3))
         return None
@@ -407,21 +386,6 @@ def ask_all(fleet: Fleet, leaving: bool = False) -> list[Any]:
             return list(await asyncio.gather(*(ask(client, i) for i in range(REQUESTS))))
 
     return fleet.router.thread.run(all_of_them(), deadline_s=60)
-
-
-def _read(response: httpx.Response) -> Ended:
-    if not response.headers.get("content-type", "").startswith("text/event-stream"):
-        answered = response.json()
-        if "error" in answered:
-            return Ended(response.status_code, "", answered["error"]["code"], False)
-        return Ended(response.status_code, answered["choices"][0]["message"]["content"], "", True)
-    *events, done, nothing = response.text.split("\n\n")
-    if (done, nothing) != ("data: [DONE]", ""):
-        return Ended(response.status_code, "", "a stream without an end", True)
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks if "choices" in chunk)
-    errors = [chunk["error"]["code"] for chunk in chunks if "error" in chunk]
-    return Ended(response.status_code, text, ", ".join(errors), bool(text))
 
 
 def report(

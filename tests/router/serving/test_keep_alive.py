@@ -7,20 +7,16 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.router.serving.resume.test_preemption_http import Preempting
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, stalls, streams
+from tests.router.stand_in import Behaviour, Received, Responder, answers, stalls, streams
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 SECONDS = 0.05
 COMMENT = ": keep-alive\n\n"

@@ -21,12 +21,9 @@ import pytest
 import router
 from router.app import RouterApp
 from router.http import ClientRequest
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, answers, chat_answer, streams
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.stand_in import Received, Responder, answers, chat_answer, streams
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 PACKAGE = Path(router.__file__).parent
 SERVING = str(PACKAGE / "serving")

@@ -14,13 +14,10 @@ import openai
 import pytest
 
 from router.access import Admission
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, chat_answer, stalls
 from tests.support.toy_model import Asked
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 KEYS = "alice: sk-1\nbob: {key: sk-2, tokens_per_sec: 0, priority: 5}\n"
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 # Every byte, ends of lines, a boundary's beginning, and what looks like a form's field and a JSON member.
 AUDIO = bytes(range(256)) * 300 + b'\r\n--\r\nname="file"\r\n"model":"none"'

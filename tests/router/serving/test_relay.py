@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,12 +14,9 @@ import pytest
 from router.http.errors import NoRoom
 from router.http.message import NOT_PASSED_BACK, Address
 from router.http.pool import ConnectionPool
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Received, Responder, StandIn, answers, chat_answer, streams
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Received, Responder, answers, chat_answer, never_answers, streams
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 ODD_BODY = (
     '{ "messages":[ {"role":"user","content":"caf\\u00e9 \\/ é 🦊"} ],\t"temperature":1.0, "top_p":1e0,'
@@ -234,11 +230,7 @@ def test_a_paused_instance_is_not_chosen(make_router: MakeRouter, stand_in: Make
 
 
 def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    async def hangs(request: Any, respond: Any) -> None:
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
-    instance = stand_in("mixed", hangs)
+    instance = stand_in("mixed", never_answers)
     response = make_router(instance, request_timeout_secs=0.2).chat(request_id="r")
     assert (response.status_code, error_of(response)["code"]) == (504, "request_timeout")
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -18,12 +17,9 @@ import pytest
 
 from router.serving.attempt import OTHER_LEG_SECONDS, Reached, Trouble
 from router.serving.retry_loop import MAX_ATTEMPTS, MAX_DEATHS, Retries, Sent, classify, find_limit
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers, cuts, never_answers
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 INSTANCES = 8
 REQUESTS: dict[Sent, tuple[str, str]] = {
@@ -33,18 +29,6 @@ REQUESTS: dict[Sent, tuple[str, str]] = {
 }
 EVENT = {"id": "1", "choices": [{"index": 0, "delta": {"content": "a", "completion_token_ids": [7]}}]}
 ENGINE_DEATH = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
-
-
-def cuts(data: bytes = b"") -> Behaviour:
-    """End the connection after these bytes."""
-
-    async def behave(request: Received, respond: Responder) -> None:
-        if data:
-            await respond.raw(data)
-            await asyncio.sleep(0.02)
-        respond.cut()
-
-    return behave
 
 
 def streams(*events: dict[str, Any], then: Behaviour) -> Behaviour:
@@ -58,11 +42,6 @@ def streams(*events: dict[str, Any], then: Behaviour) -> Behaviour:
         await then(request, respond)
 
     return behave
-
-
-async def waits(request: Received, respond: Responder) -> None:
-    await respond.peer_left.wait()
-    respond.keep_alive = False
 
 
 async def ends(request: Received, respond: Responder) -> None:
@@ -83,7 +62,7 @@ FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
 STREAM_FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
     (Reached.HEAD, Trouble.DEATH): [streams(ENGINE_DEATH, then=ends)],
     (Reached.RELAYED, Trouble.DEATH): [streams(EVENT, then=cuts()), streams(EVENT, ENGINE_DEATH, then=ends)],
-    (Reached.RELAYED, Trouble.STALL): [streams(EVENT, then=waits)],
+    (Reached.RELAYED, Trouble.STALL): [streams(EVENT, then=never_answers)],
 }
 OTHER_FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
     (Reached.RELAYED, Trouble.DEATH): [cuts(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n[1,2")],

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.serving.relay import EVENT_BYTES, _split_whole_events
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import Behaviour, Received, Responder, StandIn, stalls
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import Behaviour, Received, Responder, never_answers, stalls
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 def sends(*chunks: bytes, cut: bool = False, content_type: str = "text/event-stream") -> Behaviour:
@@ -90,16 +86,12 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event_and_done(
 def test_prefill_is_aborted_when_decode_breaks_off_while_it_still_runs(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    async def hangs(request: Received, respond: Responder) -> None:
-        await respond.peer_left.wait()
-        respond.keep_alive = False
-
     async def breaks_off(request: Received, respond: Responder) -> None:
         while not prefill.running:
             await asyncio.sleep(0.01)
         await sends(b"data: 1\n\n", cut=True)(request, respond)
 
-    prefill, decode = stand_in("prefill", hangs), stand_in("decode", breaks_off)
+    prefill, decode = stand_in("prefill", never_answers), stand_in("decode", breaks_off)
     with make_router(prefill, decode, splitwise=True).stream(request_id="r") as response:
         assert "decode_failed" in events_of(response.read())[1]
     wait_until(lambda: prefill.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort at prefill")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn, answers
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import answers
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:

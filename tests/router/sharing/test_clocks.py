@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.router.conftest import MakeStandIn
 from tests.router.stand_in import StandIn
 from tests.support import plain_http
 from tests.support.clocks import SkewedClock
 from tests.support.processes import Child, child
 from tests.support.redis import RedisServer, needs_redis
 from tests.support.waiting import wait_until
-
-MakeStandIn = Callable[..., StandIn]
 
 DAY = 86400.0
 # Workers renew their records every 10 s: what is wrong with clocks shows after that.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,10 @@ from router.fleet import Instance, Role, Snapshot
 from router.policies.cache_aware import CacheAware
 from router.sharing import Link, PrefixSync, fleet_sync
 from router.sharing.records import STALE_SECONDS
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.sharing.links import until
 from tests.router.stand_in import Received, Responder, StandIn
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 @pytest.fixture

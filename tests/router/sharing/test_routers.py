@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tests.router.conftest import MakeStandIn
 from tests.router.serving.fault_report import REPORTS, Report
 from tests.router.stand_in import LoopThread, Received, Responder, StandIn, chat_answer
 from tests.support import plain_http
@@ -33,7 +34,6 @@ from tests.support.waiting import port_answers, wait_until
 
 pytestmark = needs_redis
 
-MakeStandIn = Callable[..., StandIn]
 StartRouters = Callable[..., "list[Router]"]
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "operations" / "routers.md"

@@ -27,13 +27,12 @@ from router.settings import RouterSettings
 from router.sharing import Link
 from router.sharing.channels import open_channel, send_connection
 from router.sharing.supervisor import Supervisor
+from tests.router.conftest import MakeStandIn
 from tests.router.sharing.links import until
-from tests.router.stand_in import Received, Responder, StandIn
+from tests.router.stand_in import Received, Responder
 from tests.support import plain_http
 from tests.support.processes import Child, child
 from tests.support.waiting import wait_until
-
-MakeStandIn = Callable[..., StandIn]
 
 NUM_STREAMS = 64
 

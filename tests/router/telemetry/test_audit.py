@@ -18,13 +18,9 @@ from router.telemetry import audit
 from router.telemetry.audit import Audit
 from router.telemetry.records import AttemptRecord, RequestRecord
 from tests.router.calls import calls_in_router
-from tests.router.conftest import RouterUnderTest
-from tests.router.serving.test_attempt import cuts
-from tests.router.stand_in import Received, Responder, StandIn, answers, streams
-from tests.router.test_app import MakeRouter
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.stand_in import Received, Responder, answers, cuts, streams
 from tests.support.waiting import wait_until
-
-MakeStandIn = Callable[..., StandIn]
 
 
 def record(request_id: str = "r", **changes: Any) -> RequestRecord:

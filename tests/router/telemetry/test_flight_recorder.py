@@ -8,7 +8,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from router.settings import RouterSettings, SettingsError
 from router.sharing import Link
 from router.telemetry import flight_recorder
 from router.telemetry.flight_recorder import RecordingError, find_recordings, read_recording
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import StandIn, answers, stalls, streams
-from tests.router.test_app import MakeRouter
 from tests.support.waiting import wait_until
 
-MakeStandIn = Callable[..., StandIn]
 CHAT = "/v1/chat/completions"
 
 

@@ -14,9 +14,8 @@ import pytest
 
 from router.http import ClientRequest
 from router.telemetry import Tracer, open_tracer
-from tests.router.conftest import RouterUnderTest
-from tests.router.serving.test_attempt import MakeRouter, MakeStandIn, cuts, hangs
-from tests.router.stand_in import Received, Responder, answers, streams
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
+from tests.router.stand_in import answers, cuts, never_answers, streams
 from tests.support.otlp import (
     NAMES_OF_OPENTELEMETRY,
     OtlpReceiver,
@@ -161,7 +160,7 @@ def test_a_request_that_fails_is_an_error_with_a_sentence(
 def test_a_request_whose_client_left_says_so(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    router = make_router(stand_in("mixed", hangs()))
+    router = make_router(stand_in("mixed", never_answers))
     with pytest.raises(httpx.ReadTimeout):
         router.client.post("/v1/chat/completions", json={"messages": []}, timeout=0.2)
     (request,) = receiver.wait_for(1, kind="server")
@@ -221,11 +220,7 @@ def test_a_prefill_leg_that_ends_late_has_its_own_end(
     monkeypatch.setattr("router.serving.attempt.PREFILL_GRACE_SECONDS", 0.5)
     monkeypatch.setattr("router.telemetry.tracing.LATE_LEG_SECONDS", 2.0)
 
-    async def linger(request: Received, respond: Responder) -> None:
-        await respond.peer_left.wait()  # the router gives it a moment
-        respond.keep_alive = False
-
-    router = make_router(stand_in("prefill", linger), stand_in("decode"), splitwise=True)
+    router = make_router(stand_in("prefill", never_answers), stand_in("decode"), splitwise=True)
     chat(router)
     (leg,) = receiver.wait_for(1, name="prefill leg")
     (request,) = receiver.wait_for(1, kind="server")

@@ -42,7 +42,7 @@ from kvstore_backend.integrations.vllm.connector import KVStoreConnector
 from kvstore_backend.integrations.vllm.fields import FIELDS, _find_default, collect_fields
 from kvstore_backend.integrations.vllm.memory import KVMemory
 from kvstore_backend.integrations.vllm.messages import Report
-from kvstore_backend.integrations.vllm.metrics import KVStoreMetrics, KVStoreStats
+from kvstore_backend.integrations.vllm.metrics import KVStoreStats
 from kvstore_backend.integrations.vllm.namespace import collect_instance_facts, find_readable_family
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.support import find_memory
@@ -282,23 +282,11 @@ def test_what_vllm_reads_adapters_with_is_where_it_is_watched() -> None:
     assert "self._load_adapter(lora_request)" in inspect.getsource(LRUCacheWorkerLoRAManager.add_adapter)
 
 
-def test_statistics_add_up_and_appear_in_vllms_metrics() -> None:
+def test_statistics_add_up() -> None:
     stats = KVStoreStats({"abc": {"load ok": 2, "load bytes": 10}}).aggregate(
         KVStoreStats({"abc": {"load ok": 1}, "def": {"lookup absent": 4}})
     )
     assert stats.reduce() == {"abc load bytes": 10, "abc load ok": 3, "def lookup absent": 4}
-    registry = CollectorRegistry()
-
-    def counter(**arguments: Any) -> Counter:
-        return Counter(**arguments, registry=registry)
-
-    metrics = KVStoreMetrics(
-        SimpleNamespace(kv_transfer_config=transfer()), {Counter: counter, **_others()}, ["engine"], {0: ["0"]}
-    )
-    metrics.observe(stats.to_dict(), 0)
-    text = generate_latest(registry).decode()
-    assert 'vllm:kvstore_blocks_total{engine="0",namespace="abc",operation="load",outcome="ok"} 3.0' in text, text
-    assert 'vllm:kvstore_bytes_total{engine="0",namespace="abc",operation="load"} 10.0' in text
 
 
 class ModelConfig(ModelConfigOfVllm):  # type: ignore[misc]

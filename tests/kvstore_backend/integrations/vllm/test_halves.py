@@ -247,12 +247,6 @@ def test_what_one_instance_computes_another_loads(two: tuple[Instance, Instance]
     assert all(second.has(request, index, block) for index, block in enumerate([4, 8, 11, 10, 6]))
 
 
-def test_a_token_is_always_left_to_compute(two: tuple[Instance, Instance]) -> None:
-    first, second = two
-    first.compute(make_request(24), [0, 1, 2, 3, 4, 5])
-    assert second.match_request(make_request(24)) == 20
-
-
 def test_what_the_instance_has_itself_is_not_asked_for(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(), [0, 1, 2, 3, 4, 5])
@@ -290,16 +284,6 @@ def test_a_request_that_was_preempted_loads_its_own_blocks_into_others(two: tupl
     assert second.match_request(make_request(name="b")) == 20
 
 
-def test_a_request_that_ends_saves_what_became_full_last(two: tuple[Instance, Instance]) -> None:
-    first, second = two
-    request = make_request()
-    first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
-    request.num_computed_tokens = 22
-    first.scheduler.on_request_end(request, [0, 1, 2, 3, 4, 5])
-    first.step({}, {})
-    assert second.match_request(make_request(name="b")) == 20
-
-
 def test_requests_of_another_salt_find_nothing(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(salt="mine"), [0, 1, 2, 3, 4, 5])
@@ -319,15 +303,6 @@ def test_a_block_counts_only_where_every_rank_has_it(store: StorageBackend) -> N
         assert two_ranks.match_request(make_request(name="b")) == 20
         store.remove([lost])
         assert two_ranks.match_request(make_request(name="c")) == 8
-
-
-def test_after_a_reset_nothing_older_is_found(two: tuple[Instance, Instance]) -> None:
-    first, second = two
-    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
-    assert second.reset()
-    assert second.match_request(make_request(name="b")) == 0
-    second.compute(make_request(name="c"), [0, 1, 2, 3, 4, 5])
-    assert second.match_request(make_request(name="d")) == 20
 
 
 def test_a_request_that_runs_at_a_reset_saves_nothing_under_the_names_of_after_it(
@@ -400,14 +375,6 @@ def test_a_reset_that_raises_leaves_blocks_of_transfers_held(hanging: Hanging, m
     hanging.store.go_on()
     second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
-
-
-def test_the_null_block_is_never_saved(two: tuple[Instance, Instance]) -> None:
-    first, second = two
-    first.blocks.blocks[0].is_null = True
-    first.compute(make_request(), [10, 11, 0, 0, 14, 15])
-    assert second.match_request(make_request(name="b")) == 0
-    assert first.blocks.held == [0] * NUM_BLOCKS
 
 
 def test_a_block_evicted_after_the_look_up_is_computed_and_what_came_before_is_kept(
@@ -508,13 +475,6 @@ def test_a_request_for_one_token_is_answered_when_its_blocks_are_in_the_pool(sto
         assert prefill(first, longer, [6, 7, 8, 9, 10, 11]).awaited == []
 
 
-def test_an_instance_that_only_saves_answers_for_one_token_when_its_blocks_are_in_the_pool(
-    store: StorageBackend,
-) -> None:
-    with contextlib.closing(Instance(SlowWrites(store), loads=False)) as producer:
-        assert len(prefill(producer, make_request(max_tokens=1), [0, 1, 2, 3, 4, 5]).awaited) == 1
-
-
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}])
 def test_a_client_that_asks_for_one_token_makes_nobody_wait_for_the_pool(
     store: StorageBackend, params: dict[str, Any] | None
@@ -580,11 +540,6 @@ def test_saves_hold_at_most_a_quarter_of_all_blocks(two: tuple[Instance, Instanc
     assert [list(save.blocks) for save in again.saves] == [list(range(8, 16))]
 
 
-def test_without_namespaces_everything_is_a_miss(store: StorageBackend) -> None:
-    with contextlib.closing(SchedulerHalf(store, BLOCK)) as scheduler:
-        assert scheduler.matched_tokens(make_request(), 0) == 0
-
-
 def test_producers_do_not_load_and_consumers_do_not_save(store: StorageBackend) -> None:
     with (
         contextlib.closing(Instance(store)) as both,
@@ -616,14 +571,6 @@ class TestDecodeBesidePrefill:
         request.num_computed_tokens = 12
         prefill.step({"a": 10}, {"a": table})
         assert decode.match_request(waiting) == 20
-
-    def test_each_block_is_counted_once_as_absent_and_once_as_found(self, pair: tuple[Instance, Instance]) -> None:
-        prefill, decode = pair
-        keeps_waiting(decode, waiting := make_request(name="b"))
-        prefill.compute(make_request(), [0, 1, 2, 3, 4, 5])
-        decode.match_request(waiting)
-        (counts,) = decode.scheduler.take_counts().values()
-        assert (counts["lookup absent"], counts["lookup ok"]) == (5, 5)
 
     def test_when_nothing_comes_it_takes_what_is_there_and_says_so(
         self, store: StorageBackend, caplog: pytest.LogCaptureFixture
@@ -773,32 +720,6 @@ def test_whatever_happens_to_requests_and_the_pool_nothing_stays_held(
         assert life.instance.blocks.held == [0] * NUM_BLOCKS
         assert (scheduler._pins, scheduler._requests, scheduler._short_loads) == ({}, {}, set())
         assert (len(scheduler._lookups), scheduler.has_pins, worker._saving) == (0, False, set())
-
-
-def fail_to_begin(*arguments: object, **more: object) -> None:
-    raise RuntimeError("CUDA error: out of memory")
-
-
-def test_a_load_that_cannot_begin_is_computed_and_gives_its_blocks_back(
-    two: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = two
-    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
-    monkeypatch.setattr(second.workers[0]._transfers, "load", fail_to_begin)
-    loaded = second.load(make_request(name="b"), [4, 8, 11, 10, 6, 0])
-    assert (loaded.requests, loaded.blocks, loaded.failed) == ({"b"}, {4, 8, 11, 10, 6}, set())
-    assert second.blocks.held == [0] * NUM_BLOCKS
-
-
-def test_a_save_that_cannot_begin_gives_its_blocks_back(
-    two: tuple[Instance, Instance], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, _ = two
-    monkeypatch.setattr(first.workers[0]._transfers, "save", fail_to_begin)
-    first.compute(make_request(), [0, 1, 2, 3, 4, 5])
-    assert first.blocks.held == [0] * NUM_BLOCKS
-    (counts,) = first.workers[0].take_counts().values()
-    assert counts == {"save dropped": 5}
 
 
 def learn_figures(instance: Instance, *, load_seconds: float, compute_seconds: float) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 from router.console.client import RouterClient
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.history import Moment
 from router.console.dashboard.scraper import Scraper
-from tests.router.conftest import RouterUnderTest
-from tests.router.stand_in import StandIn, answers
+from tests.router.conftest import MakeRouter, MakeStandIn
+from tests.router.stand_in import answers
 from tests.support.mooncake import MooncakeMaster
 from tests.support.ports import free_port
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 PAGE = b'kvstore_prompt_tokens_total{origin="pool"} 64\nfastdeploy:num_requests_waiting 2\n'
 

@@ -10,13 +10,13 @@ import asyncio
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import LoopThread, Received, Responder, StandIn
 from tests.support import plain_http
 from tests.support.dashboard import PICTURES, Dashboard, note_requests, open_browser, running_dashboard
@@ -30,8 +30,6 @@ if importlib.util.find_spec("nicegui") is None:
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 PATIENCE_MS = 60_000.0
 expect.set_options(timeout=PATIENCE_MS)

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import StandIn
 from tests.support.kubernetes import KubernetesApi, make_pod
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 
 @pytest.fixture(autouse=True)

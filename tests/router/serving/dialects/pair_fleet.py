@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeStandIn, RouterUnderTest
 from tests.router.stand_in import StandIn
 from tests.support.strict_sglang import StrictSglang
 from tests.support.strict_vllm import StrictVllm
@@ -24,8 +24,6 @@ __all__ = [
 DIALECTS = ("nixl", "mooncake", "kvstore", "sglang")
 LIMIT = 3
 WORDS = " ".join(f"word{number}" for number in range(40))
-
-MakeStandIn = Callable[..., StandIn]
 
 
 class Ended(NamedTuple):

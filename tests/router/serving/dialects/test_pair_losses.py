@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from tests.router.serving.dialects.pair_fleet import DIALECTS, PairFleet, ask_all, make_body, path_of
-from tests.router.serving.test_fault_table import hangs
-from tests.router.stand_in import Received, Responder
+from tests.router.stand_in import Received, Responder, never_answers
 from tests.support.strict_vllm import StrictVllm
 from tests.support.toy_model import PATHS, answer_text
 
@@ -91,7 +90,7 @@ def test_several_prompts_and_several_answers(start_pairs: StartPairs, dialect: s
 def test_clients_that_leave_take_both_legs_with_them(start_pairs: StartPairs, dialect: str, role: str) -> None:
     fleet = start_pairs(dialect)
     (hanging,) = fleet.of(role)
-    hanging.behave = hangs()
+    hanging.behave = never_answers
     # By MooncakeConnector, /v1/messages goes to decode alone.
     paths = [path for path in PATHS if path != "/v1/messages" or dialect != "mooncake"]
 

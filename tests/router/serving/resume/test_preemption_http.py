@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.scripted_engine import PROMPT_IDS, Engine
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answers
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 # A character of four bytes is split over two tokens.
 PIECES = [b"Hello", b" w", b"or", b"ld ", b"\xf0\x9f", b"\x99\x82", b"! And", b" so on"]

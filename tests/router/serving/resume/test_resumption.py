@@ -6,19 +6,15 @@ The instances answer by a model whose next token depends on all before it, so a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.router.conftest import RouterUnderTest
+from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.scripted_engine import PROMPT_IDS, Engine
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn
 from tests.support.toy_model import LIMITS, PATHS, Asked, answer_text
 from tests.support.waiting import wait_until
-
-MakeRouter = Callable[..., RouterUnderTest]
-MakeStandIn = Callable[..., StandIn]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
