@@ -243,7 +243,7 @@ def _find_bearer_token(headers: Headers) -> bytes | None:
 
 
 def _tag_client(name: str) -> str:
-    """Return the tag of a client. It is equal in all processes and routers, so that each can find its requests."""
+    """Return the tag of a client. All processes and routers compute the same tag for the same name."""
     return "-k" + hashlib.blake2b(name.encode(), person=b"request_id", digest_size=6).hexdigest()
 
 

@@ -125,7 +125,7 @@ class Cluster(NamedTuple):
 
 @dataclass
 class Report:
-    """The results of one policy."""
+    """The results of replaying a trace with one policy."""
 
     ttft: list[float] = field(default_factory=list)
     """Time to first token of each request, in seconds."""

@@ -229,7 +229,7 @@ class Instance:
         Args:
             models: names of the models; None if the instance could not be queried.
             asked_at: time at which the instance was queried.
-            is_remote: as in ``log_change``.
+            is_remote: whether another process has reported the change, and logs it.
         """
         self.models_asked_at = asked_at
         models = self.registration.models or models
@@ -307,7 +307,7 @@ class Instance:
 
         Args:
             orders: the commands.
-            is_remote: as in ``log_change``.
+            is_remote: whether another process has reported the change, and logs it.
         """
         self.set_draining(orders.draining, until_restart=orders.until_restart, is_remote=is_remote)
         self.set_pause(orders.paused, is_remote=is_remote)
@@ -319,7 +319,7 @@ class Instance:
         Args:
             draining: whether to start or to end the drain.
             until_restart: whether the drain ends automatically when another process uses the instance's address.
-            is_remote: as in ``log_change``.
+            is_remote: whether another process has reported the change, and logs it.
         """
         drains_until_restart = draining and until_restart
         has_changed = (self.draining, self.drains_until_restart) != (draining, drains_until_restart)
@@ -424,7 +424,7 @@ class Instance:
             threshold: number of failed probes in a row that make the instance unhealthy.
             may_finish: whether the instance refused the connection, like a process that is shutting down. Then running
                 requests continue.
-            is_out_of_reach: as in ``mark_unhealthy``.
+            is_out_of_reach: whether the router could not connect. The process may still run then.
         """
         self._has_refused |= may_finish
         self._may_be_another |= not is_out_of_reach

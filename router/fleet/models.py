@@ -60,7 +60,7 @@ class ServedModels:
         return len(self.names) > 1 or bool(self.gone)
 
     def list_names(self) -> str:
-        """Return the names as text for a message."""
+        """Return the names of the served models, as text for a message."""
         return ", ".join(map(repr, sorted(self.names))) or "none (they list no models)"
 
     def find(self, name: object) -> str | None:

@@ -737,7 +737,7 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def is_normal_path(path: str) -> bool:
-    """Return whether no segment of the path is empty, ``.`` or ``..``, so that all servers read it in the same way."""
+    """Return whether no segment of the path is empty, ``.`` or ``..``. All servers read such a path in the same way."""
     return path == "/" or {"", ".", ".."}.isdisjoint(path.split("/")[1:])
 
 

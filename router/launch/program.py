@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, *, dialect: str = "python", epp_port
 
     Args:
         argv: the flags, or None for those of this process.
-        dialect, epp_port: as in ``load_settings``.
+        dialect, epp_port: defaults of the settings with these names.
     """
     try:
         settings = load_settings(sys.argv[1:] if argv is None else argv, dialect=dialect, epp_port=epp_port)

@@ -156,7 +156,7 @@ class Decision(NamedTuple):
     cached_tokens: int = 0
     """Number of prompt tokens that the instance will not have to compute, as the policy expects."""
     computed_before: tuple[int, int] = (0, 0)
-    """Number of leading chunks of the prompt that this instance, and any instance, has computed before."""
+    """Two numbers of leading chunks that were computed before: by this instance, and by any instance."""
 
 
 class Outcome(NamedTuple):

@@ -335,7 +335,7 @@ class PrefixIndex:
         return runs
 
     def _find_known_end(self, name: str, chunks: Sequence[int], start: int, end: int) -> int:
-        """Return how far the instance has the chunks from ``start`` to ``end``: the index after the last one."""
+        """Return the index after the last of the chunks from ``start`` to ``end`` that the instance ``name`` has."""
         has_chunk = self._has_chunk[name]
         if has_chunk(chunks[end - 1]):
             return end

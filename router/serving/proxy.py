@@ -199,7 +199,7 @@ class ServingRequest:
         self._live = live
         self._timeline = timeline = RequestTimeline(services)
         self.started = timeline.started
-        """Time of arrival, a value of ``time.perf_counter``."""
+        """Time at which the request arrived, a value of ``time.perf_counter``."""
         self._request = request
         self._response = response = ClientResponse(request)
         self._retry_loop = RetryLoop(request, services, timeline, response)

@@ -303,7 +303,7 @@ class ClientResponse:
             request.cut_response()  # the client notices that the body is shorter than its content-length
 
     def read_usage(self) -> Usage:
-        """Return the engine's token counts from the end of its response."""
+        """Return the token counts that the engine has reported at the end of its response."""
         return read_usage(self._before_last + self._last) or _NO_USAGE
 
     def read_cached_tokens(self) -> int | None:

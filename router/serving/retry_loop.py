@@ -65,9 +65,9 @@ class Sent(enum.Enum):
     GENERATION = "generation"
     """A request for which tokens are generated: chat, completions, responses, messages."""
     REPEATABLE = "repeatable"
-    """Another request that may be sent twice, because the second time has no additional effect."""
+    """A request that generates nothing, and that may be sent twice without an additional effect."""
     ONCE = "once"
-    """Any other request, which may change the state of an instance."""
+    """Any other request. It may change the state of an instance, so it is sent only once."""
 
 
 _ANY_SENT, _ANY_REACH, _ANY_TROUBLE = frozenset(Sent), frozenset(Reached), frozenset(Trouble)
@@ -104,7 +104,7 @@ _LIMITS: Mapping[tuple[Sent, Reached, Trouble], int] = dict(_list_limits())
 
 
 def find_limit(sent: Sent, reached: Reached, trouble: Trouble) -> int:
-    """Return the number of attempts of one request that may fail in this way; 1: the request is not sent again."""
+    """Return how many attempts of a request may fail with ``trouble`` at ``reached``; 1: no attempt may follow."""
     return _LIMITS[sent, reached, trouble]
 
 

@@ -107,7 +107,7 @@ class Selector:
         """For each model, the candidates for requests that generate nothing, which one instance serves."""
         self._siblings: dict[str, Mapping[Role, Policy]] = {}
         self._obstacles: dict[str, ApiError] = {}
-        """For each model, the error if no request can be served."""
+        """For each model that no instance can serve at present, the error for its requests."""
         self._generation = -1
         self._good_until = -math.inf
 

@@ -44,9 +44,9 @@ class RequestTimeline:
 
     def __init__(self, services: Services) -> None:
         self.started = time.perf_counter()
-        """Time of arrival, a value of ``time.perf_counter``."""
+        """Time at which the request arrived, a value of ``time.perf_counter``."""
         self.started_unix = time.time()
-        """Time of arrival, in seconds since 1970."""
+        """Time at which the request arrived, in seconds since 1970."""
         self.client: str | None = None
         """Name of the client; None before the request is admitted."""
         self.tag = ""

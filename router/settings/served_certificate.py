@@ -28,7 +28,7 @@ class ServedCertificate:
         """
         Args:
             context: the TLS context of the port, into which the certificate is loaded.
-            certfile, keyfile: as in ``load_certificate``.
+            certfile, keyfile: the files of the certificate and of its key; ``""`` if the first contains the key.
 
         Raises:
             SettingsError: the certificate or its key cannot be used.

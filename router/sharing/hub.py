@@ -103,7 +103,7 @@ class Hub:
         """Handle a message from a worker or from another router.
 
         Args:
-            source: the worker that sent the message; ``""`` if another router sent it, or the connection to the others.
+            source: the worker that sent the message; ``""`` if it came from another router, or from ``routers`` itself.
             message: the type of the message and its parts.
         """
         match message:

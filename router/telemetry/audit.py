@@ -103,7 +103,7 @@ class Audit:
         return None if record is None else _build_explanation(record)
 
     def sum_session(self, named: Sequence[str]) -> dict[str, Any]:
-        """Return the sums over the stored requests of a session.
+        """Return the number of a session's stored requests, the sums of their tokens, and their instances.
 
         Args:
             named: name of the client, and id of the session.

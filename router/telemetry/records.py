@@ -65,7 +65,7 @@ class AttemptRecord(NamedTuple):
     """One attempt of a request: how its instances were chosen, its result and its times."""
 
     decisions: Sequence[Decision]
-    """The decisions of the policies, in a pair prefill's first."""
+    """The decisions of the policies. In a pair, the decision about prefill is the first."""
     ended: str
     """``answered``, ``preempted``, or in one sentence why the attempt failed."""
     began_at: float = 0.0
@@ -73,7 +73,7 @@ class AttemptRecord(NamedTuple):
     ended_at: float = 0.0
     """Time at which the attempt ended, a value of ``time.perf_counter``."""
     legs: Sequence[LegRecord] = ()
-    """The legs, in a pair prefill's first; empty if the attempt failed before a request was sent."""
+    """The legs. In a pair, prefill's leg is the first. Empty if the attempt failed before a request was sent."""
     trouble: str = ""
     """Type of the failure, without texts from the instance or the client; ``""`` if the attempt did not fail."""
 
@@ -148,4 +148,4 @@ class RunningRequest(NamedTuple):
     sent_at: float
     """Time at which the present attempt was sent to its instances, a value of ``time.perf_counter``; 0 before."""
     instances: Sequence[str]
-    """Keys of the present attempt's instances, in a pair prefill's first."""
+    """Keys of the present attempt's instances. In a pair, prefill's key is the first."""

@@ -223,7 +223,7 @@ def test_a_router_with_an_admin_token_wants_it(
     file.write_text("secret\n")
     server, router = stand_in(), make_router(admin_token_file=str(file))
     with beside(router.url, server.port) as sidecar:
-        sidecar.wait_for(lambda: "refused with 401" in sidecar.output, "saying so")
+        sidecar.wait_for(lambda: "refused the registration with status 401" in sidecar.output, "saying so")
         assert list(router.app.registry) == []
     with beside(router.url, server.port, "--token-file", str(file)):
         wait_until(lambda: list(healthy(router).values()) == [True], "the registration")

@@ -39,7 +39,7 @@ class Collector:
         self.seconds = seconds
         self.history = History()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        """The last changes that were found, oldest first."""
+        """The last changes of the router, the instances and the masters that polls have found, oldest first."""
         self._scraper = scraper
         self._listed: list[Listed] = []
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
@@ -55,7 +55,7 @@ class Collector:
             await asyncio.sleep(max(0.1, self.seconds - (time.monotonic() - began)))
 
     async def poll(self) -> Moment:
-        """Poll everything once, and store the result."""
+        """Poll the router, the instances and the masters once, and store the result."""
         masters = asyncio.gather(*(self._fetch_master(address) for address in self.pools))
         figures: RouterFigures | None = None
         trouble = listing_trouble = ""

@@ -18,7 +18,7 @@ Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 
 
 class IdentityHidden(Exception):
-    """The server requires an API key before it reports which engine it runs. The message lacks the server's name."""
+    """The server requires an API key before it reports which engine it runs."""
 
 
 async def ask_identity(fetch: Fetch) -> dict[str, Any]:

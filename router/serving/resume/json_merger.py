@@ -94,7 +94,7 @@ class ResponseMerger:
         self._cached = figures
 
     def resume_members(self) -> dict[str, Any]:
-        """Return the members to set in the body of the next segment's request; ``{}`` to begin again."""
+        """Return the members to set in the body of the next segment's request; ``{}`` if the response begins again."""
         return resume_by_ids(self._body.members, self._ids) if self._ids else {}
 
     def make_end(self) -> bytes:

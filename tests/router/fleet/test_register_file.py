@@ -93,7 +93,10 @@ def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
         ("instances:\n- {role: mixed, host_ip: a, port: 1, port: 2}", "line 2: 'port' is given twice"),
         ("instances: [{role: mixed, host_ip: a, port: %s}]" % ("1" * 5000), "a whole number of 5000 digits"),
         ("instances: " + "[" * 10_000, "it is nested too deep"),
-        ("instances: [{role: mixed, host_ip: a, port: 1, version: !!binary AAAA}]", "instances[0]: 'version' cannot"),
+        (
+            "instances: [{role: mixed, host_ip: a, port: 1, version: !!binary AAAA}]",
+            "the field 'version' cannot",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_entry_and_the_field(tmp_path: Path, text: str, said: str) -> None:
