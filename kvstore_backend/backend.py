@@ -42,15 +42,15 @@ class KVStoreError(Exception):
 
 
 class ConfigError(KVStoreError, ValueError):
-    """Error: a configuration cannot be used. The message is one sentence with the key, the value and a valid value."""
+    """Error: a configuration cannot be used. The message is one sentence with the key, its value and a valid value."""
 
 
 class PoolUnavailable(KVStoreError):
     """Error: the store could not be opened. The message is one sentence with the address or folder, and a remedy.
 
     Attributes:
-        pause_seconds: time that callers should wait before the next try, because a failed try stops the whole process
-            for a moment.
+        pause_seconds: time that callers should wait before they try again to open the store, because a failed try stops
+            the whole process for a moment.
     """
 
     def __init__(self, message: str, pause_seconds: float = 0.0) -> None:
@@ -59,12 +59,12 @@ class PoolUnavailable(KVStoreError):
 
 
 class Status(enum.Enum):
-    """Answer for one key. Only ``OK`` is true, so ``if status:`` never treats a failure as a hit."""
+    """Answer of a store for one key. Only ``OK`` is true, so ``if status:`` never treats a failure as a hit."""
 
     OK = "ok"
     """The value was stored, was read completely, is present, or was removed."""
     ABSENT = "absent"
-    """The pool does not have the value: the key is absent or, in a read, the value has another size than the target."""
+    """The store lacks the value: the key is absent or, in a read, the value has another size than the target."""
     FAILED = "failed"
     """The state of the key is not known, because of an error or a timeout; or the store had no space for the value."""
 
@@ -84,7 +84,7 @@ Value = Sequence[Span]
 
 
 class Health(NamedTuple):
-    """State of a store: whether it works, and a sentence about its state for an operator."""
+    """State of a store: whether the store works, and a sentence about its state for an operator."""
 
     ok: bool
     detail: str
@@ -151,20 +151,20 @@ class StorageBackend(abc.ABC):
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys and their values; the status is ``ABSENT`` for a key that is not stored.
 
-        With ``force``, also remove values that a client may be reading now.
+        With ``force``, values that a client may be reading now are removed, too.
         """
 
     def clear(self, prefix: str) -> Status:
-        """Remove all keys that begin with ``prefix``, also if a client may be reading their values now.
+        """Remove all keys that begin with ``prefix``, even if a client may be reading their values now.
 
         Returns:
-            ``OK`` if all keys were removed, except keys that were put during the call; ``FAILED`` if that is not
-            certain, or if the store cannot do it.
+            ``OK`` if all keys were removed, except keys that were put during the call; ``FAILED`` if some may be left,
+            or if the store cannot remove keys by their beginning.
         """
         return Status.FAILED
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:  # noqa: B027 - many need nothing
-        """Declare memory that later spans use. RDMA needs this.
+        """Declare memory that the spans of later calls use, because RDMA needs registered memory.
 
         Args:
             address: beginning of the memory.
@@ -179,14 +179,14 @@ class StorageBackend(abc.ABC):
 
     @property
     def is_ready(self) -> bool:
-        """Whether calls reach the store. While it is False, all calls return ``FAILED`` immediately."""
+        """Whether calls reach the store. While this is False, all calls return ``FAILED`` immediately."""
         return True
 
     def wait_for_late_calls(self, seconds: float) -> bool:
         """Wait until no late call can read or write the callers' memory.
 
-        After a put or get that returned ``FAILED``, its memory may be used again only after this method has returned
-        True. Only the wrapper with deadlines (``guarded.py``) has late calls.
+        After a put or get that returned ``FAILED``, the caller may use the memory again only when this method has
+        returned True. Only the wrapper with deadlines (``guarded.py``) has late calls.
 
         Returns:
             False if a late call still runs after ``seconds``.
@@ -204,7 +204,7 @@ class StorageBackend(abc.ABC):
         return True
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Drop the copies and the queued writes of this process for all keys that begin with ``prefix``.
+        """Drop this process's own copies and queued writes for all keys that begin with ``prefix``.
 
         The shared pool does not change. A write that has begun continues.
 
@@ -215,7 +215,7 @@ class StorageBackend(abc.ABC):
 
     @abc.abstractmethod
     def health(self) -> Health:
-        """Return whether the store works now. No data is moved."""
+        """Return whether the store works now, without moving a value."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -239,7 +239,7 @@ def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
 
 
 def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Split a list of ``sizes`` into successive slices. The sizes in a slice add up to at most ``most``.
+    """Split a list of ``sizes`` into slices, so that the sizes in a slice add up to at most ``most``; yield the slices.
 
     A size that is larger than ``most`` has its own slice.
     """
@@ -254,5 +254,5 @@ def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def memory_views(value: Value) -> list[memoryview]:
-    """Return a writable ``memoryview`` of each span that is not empty. It is valid until the memory is freed."""
+    """Return a writable ``memoryview`` of each span that is not empty, valid until the memory is freed."""
     return [memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") for address, nbytes in value if nbytes]

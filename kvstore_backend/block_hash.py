@@ -20,7 +20,7 @@ _ROOT_TAG = b"kvstore.root.v1\0"
 
 
 def root_hash(salt: str = "", extra: bytes = b"") -> bytes:
-    """Return the root of a sequence: the hash that is used as parent of its first block.
+    """Return the root hash of a sequence of tokens, which is the parent in the hash of the first block.
 
     Args:
         salt: the request's ``cache_salt`` (as in vLLM). Requests share blocks only if their salts are equal.
@@ -33,8 +33,7 @@ def root_hash(salt: str = "", extra: bytes = b"") -> bytes:
 def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes) -> list[bytes]:
     """Append the hashes of further full blocks of a sequence to ``hashes``, and return ``hashes``.
 
-    Call this again when the sequence has become longer: only the new full blocks are hashed. The last block has no hash
-    until it is full.
+    A later call for the longer sequence hashes only the new full blocks. The last block has no hash until it is full.
 
     Args:
         hashes: hashes of the first ``len(hashes)`` blocks of the sequence; changed in place.

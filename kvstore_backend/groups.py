@@ -25,7 +25,7 @@ __all__ = ["Exists", "Group", "Kind", "Resume", "find_resume_point"]
 
 Kind = Literal["full", "window", "chunk", "state"]
 Exists = Callable[[Sequence[tuple[int, int]]], Sequence[bool]]
-"""Function that looks up blocks. A block is given as the index of its group, and its place in the prefix."""
+"""Function that looks up blocks, each given as the index of its group and its place in the prefix, in the pool."""
 
 _TEXTS: Mapping[Kind, str] = {
     "full": "full attention",
@@ -40,7 +40,7 @@ _FIRST_REACH = 8
 
 @dataclass(frozen=True)
 class Group:
-    """KV cache group.
+    """KV cache group: layers of a model that read the same part of a prefix.
 
     Attributes:
         kind: part of a prefix that the layers read: ``full``, ``window``, ``chunk`` or ``state``.
@@ -54,18 +54,18 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Name of the group for operators, such as ``sliding window 1024``."""
+        """Description of the group for operators, such as ``sliding window 1024``."""
         return f"{_TEXTS[self.kind]} {self.span}" if self.span else _TEXTS[self.kind]
 
     def list_needed(self, num_tokens: int) -> range:
-        """Return the places of the blocks that the group needs to resume at ``num_tokens``.
+        """Return the places of the blocks that the group needs to resume after ``num_tokens`` tokens.
 
         ``num_tokens`` must be a multiple of the block size.
         """
         return range(self.find_first_needed(num_tokens), num_tokens // self.block_size)
 
     def find_first_needed(self, num_tokens: int) -> int:
-        """Return the place of the first block that the group needs to resume at ``num_tokens`` (any number)."""
+        """Return the place of the first block that the group needs to resume after any number of tokens."""
         if self.kind == "full":
             return 0
         if self.kind == "state":
@@ -77,13 +77,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Resume:
-    """Result of ``find_resume_point``.
+    """Result of ``find_resume_point``: where a prompt can resume, and which blocks are missing for more.
 
     Attributes:
         num_tokens: number of tokens of the longest prefix at which all groups can resume.
         num_reached: number of tokens of the longest prefix of which all full-attention groups have all blocks.
         needed: for each group, the number of blocks that it needs to resume at ``num_reached``.
-        missing: for each group, how many of these blocks are not present.
+        missing: for each group, how many of its blocks in ``needed`` are not present.
     """
 
     num_tokens: int
@@ -92,7 +92,7 @@ class Resume:
     missing: Sequence[int]
 
     def describe(self, groups: Sequence[Group]) -> str:
-        """Return a line for the log: ``full attention: 40 blocks; sliding window 64: 3 of 4 missing; resumed ...``."""
+        """Return a line for the log: ``full attention: 4 blocks; state: 1 of 1 missing; resumed at 0 of 64 tokens``."""
         counts: dict[str, list[int]] = {}
         for group, needed, missing in zip(groups, self.needed, self.missing, strict=True):
             total = counts.setdefault(group.name, [0, 0])
@@ -118,7 +118,7 @@ def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exi
         exists: looks up blocks.
 
     Returns:
-        The result. Its ``num_tokens`` is ``first`` if there is no longer resume point.
+        The result, with ``first`` as ``num_tokens`` if no longer prefix can resume.
     """
     step = math.lcm(*(group.block_size for group in groups))
     first, tokens = first // step * step, end // step * step
@@ -164,20 +164,20 @@ def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exi
 
 
 def _list_from(group: Group, num_tokens: int, begin: int) -> range:
-    """Return the places of the blocks that a group needs at ``num_tokens``, without places before ``begin``."""
+    """Return the places from ``begin`` on of the blocks that a group needs to resume after ``num_tokens`` tokens."""
     needed = group.list_needed(num_tokens)
     return range(max(begin, needed.start), needed.stop)
 
 
 def _count(groups: Sequence[Group], tokens: int, begins: Sequence[int], found: _Found) -> tuple[list[int], list[int]]:
-    """Return for each group the number of blocks that it needs at ``tokens``, and how many of them are missing."""
+    """Return for each group the number of blocks that it needs to resume at ``tokens``, and how many are missing."""
     places = [_list_from(group, tokens, begin) for group, begin in zip(groups, begins, strict=True)]
     missing = [sum(not found.has(number, place) for place in each) for number, each in enumerate(places)]
     return [len(each) for each in places], missing
 
 
 class _Found:
-    """Looks up blocks, each only once, and remembers the answers."""
+    """Looks up blocks in the pool, each only once, and remembers the answers."""
 
     def __init__(self, exists: Exists) -> None:
         self._exists = exists

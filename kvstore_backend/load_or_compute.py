@@ -1,4 +1,4 @@
-"""Decides whether blocks are loaded from the pool or computed. With a slow pool, computing is faster.
+"""Decides whether blocks are loaded from the pool or computed, because computing is faster if the pool is slow.
 
 The decision is based on the durations of recent loads and steps. Blocks are loaded until enough durations are known,
 and again from time to time, to measure the pool. The reference engine and the vLLM connector decide for each request.
@@ -27,7 +27,7 @@ _NEGLIGIBLE_SECONDS = 0.05
 
 
 class LoadOrCompute:
-    """Compares the time to load blocks with the time to compute them, and decides.
+    """Decides whether to load or to compute the blocks of a request, from the durations of recent loads and steps.
 
     The loading thread calls ``record_load`` and ``decide``, and the computing thread calls ``record_step``. They need
     no lock, because a measurement may be one step old.
@@ -48,7 +48,7 @@ class LoadOrCompute:
             self._seconds_per_block.append(seconds / num_blocks)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """Record that a step that computed parts of prompts took ``seconds`` for ``num_tokens`` tokens."""
+        """Record that a step of the engine computed ``num_tokens`` tokens of prompts in ``seconds``."""
         latest = seconds / num_tokens
         known = latest if self._seconds_per_token is None else self._seconds_per_token
         self._seconds_per_token = known + (latest - known) * (1 - 0.5 ** (num_tokens / _HALF_LIFE_TOKENS))
@@ -72,9 +72,6 @@ class LoadOrCompute:
         return "compute"
 
     def __repr__(self) -> str:
-        return f"<LoadOrCompute: {self}>"
-
-    def __str__(self) -> str:
         load = f"{min(self._seconds_per_block) * 1e3:.2f}" if self._seconds_per_block else "?"
         compute = f"{self._seconds_per_token * self._block_size * 1e3:.2f}" if self._seconds_per_token else "?"
         return f"a block takes {load} ms to load, {compute} ms to compute"

@@ -48,12 +48,12 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 class ManifestError(ValueError):
-    """Error: a value is not a manifest. The message is the end of a sentence, with the reason."""
+    """Error: a value is not a valid manifest. The message is the reason, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Readable description of a namespace.
+    """Description of a namespace that operators can read.
 
     Attributes:
         fields: fields of the ``Namespace``, by name. Another version of this package may have other fields.
@@ -69,12 +69,12 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Digest of the namespace."""
+        """Digest of the namespace that the manifest describes."""
         return digest_fields(self.fields, self.block_format)
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block; 0 if the manifest does not have it."""
+        """Number of tokens in a block; 0 if the manifest does not have this number."""
         size = self.fields.get("block_size")
         return size if isinstance(size, int) else 0
 
@@ -90,7 +90,7 @@ class Manifest:
 
 
 def collect_facts(model: str | Path, software: str, block_hashes: str, **more: object) -> dict[str, str]:
-    """Collect the facts of a namespace.
+    """Return the facts for the manifest of a namespace: about the checkpoint, the engine and its settings.
 
     Args:
         model: the folder of the checkpoint.

@@ -44,7 +44,7 @@ class ManifestKeeper:
         self._thread = threading.Thread(target=self._keep_manifest, name="pool-manifest", daemon=True)
 
     def attach_store(self, store: StorageBackend) -> None:
-        """Use ``store`` from now on: a store without wrappers that was just opened."""
+        """Keep the manifest in ``store`` from now on, a store without wrappers that was just opened."""
         with self._changed:
             self._store = store
             if self._thread.ident is None and not self._is_closed:
@@ -52,11 +52,11 @@ class ManifestKeeper:
             self._changed.notify_all()
 
     def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
-        """Do not call a store while ``is_ready`` returns False, because the call may hang; except the first call."""
+        """After the first call to a store, make further calls only while ``is_ready`` returns True: others may hang."""
         self._is_ready = is_ready
 
     def close(self) -> None:
-        """Stop the thread. Does not wait for a running write."""
+        """Stop the thread without waiting for a running write."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -69,7 +69,7 @@ class ManifestKeeper:
             self._pause(store, self._period if is_there else min(_RETRY_SECONDS, self._period))
 
     def _next_store(self) -> StorageBackend | None:
-        """Return the current store; None after ``close``."""
+        """Return the store that was attached last; None after ``close``."""
         with self._changed:
             return None if self._is_closed else self._store
 
@@ -80,7 +80,7 @@ class ManifestKeeper:
 
 
 def write_manifest(store: StorageBackend, manifest: Manifest) -> bool:
-    """Put a manifest if the store does not have it; return whether the store has it now. Errors are only logged.
+    """Put a manifest into a store that lacks it; return whether the store has the manifest now. Errors are logged.
 
     Args:
         store: a store without wrappers.

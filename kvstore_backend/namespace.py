@@ -59,7 +59,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that must be equal in two processes that share KV blocks.
+    """Everything that must be equal in two processes that share KV blocks: model, dtype, block size, layout and more.
 
     Attributes:
         model: result of ``fingerprint_model`` for the checkpoint.
@@ -72,8 +72,8 @@ class Namespace:
         weights_version: version of weights that are updated in place (reinforcement learning, hot swaps).
         tp_size: tensor-parallel size.
         tp_rank: index of the rank.
-        tenant: tenant that owns the blocks; empty: the default tenant. This field separates tenants even if the pool's
-            master does not.
+        tenant: tenant that owns the blocks; empty for the default tenant. This field separates tenants even if the
+            pool's master does not.
     """
 
     model: str
@@ -102,17 +102,17 @@ class Namespace:
         return digest_fields(self.fields, FORMAT_VERSION)
 
     def key(self, block_hash: bytes) -> str:
-        """Return the key of the block with the hash ``block_hash``."""
+        """Return the key in the pool of the block with the hash ``block_hash``."""
         return f"{self.prefix}{block_hash.hex()}"
 
     @cached_property
     def prefix(self) -> str:
-        """Beginning of all keys of this namespace."""
+        """Beginning of the keys of all blocks in this namespace."""
         return key_prefix(self.digest)
 
 
 def key_prefix(digest: str) -> str:
-    """Return the beginning of all keys of the namespace with this digest."""
+    """Return the beginning of the keys of all blocks in the namespace with this digest."""
     return f"{BLOCK_PREFIX}{digest}-"
 
 
@@ -120,8 +120,8 @@ def digest_fields(fields: Mapping[str, object], block_format: int) -> str:
     """Return ``Namespace.digest`` for fields that may be from another version of this package.
 
     Args:
-        fields: values of the fields by name: texts and numbers.
-        block_format: ``FORMAT_VERSION`` of that version.
+        fields: texts and numbers by the names of the fields.
+        block_format: ``FORMAT_VERSION`` of the version that has these fields.
     """
     text = json.dumps({"format": block_format, **fields}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -164,7 +164,7 @@ def fingerprint_model(folder: str | Path) -> str:
 
 
 def fingerprint_config(folder: str | Path) -> str:
-    """Return a digest of a checkpoint's config.json. It is the same for all weights of one architecture.
+    """Return a digest of a checkpoint's config.json, which is the same for all weights of one architecture.
 
     Raises:
         ConfigError: config.json is missing or cannot be read.
@@ -173,7 +173,7 @@ def fingerprint_config(folder: str | Path) -> str:
 
 
 def _read_identity(folder: Path) -> Iterator[bytes]:
-    """Yield the bytes of which the fingerprint of a checkpoint is the digest, in a fixed order."""
+    """Yield the bytes from which the fingerprint of a checkpoint is computed, in a fixed order."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {str(folder)!r} does not exist")
     yield _read_configuration(folder)
@@ -193,7 +193,7 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
 
 
 def stat_weights(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return modification time, size and inode of each file with weights, by name. They differ after a change.
+    """Return modification time, size and inode of each file with weights, by name, to detect a change.
 
     Raises:
         OSError: a file was removed during the call.
@@ -246,7 +246,7 @@ def _sample_safetensors(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _data_offsets(header: bytes, data_bytes: int, name: str) -> list[tuple[int, int]]:
-    """Return the offsets of the beginning and the end of each tensor in the data."""
+    """Return where each tensor begins and ends in a safetensors file's data, from the file's header."""
     try:
         tensors: dict[str, Any] = json.loads(header)
         offsets = [tuple(tensor["data_offsets"]) for key, tensor in tensors.items() if key != "__metadata__"]

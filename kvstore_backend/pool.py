@@ -77,7 +77,7 @@ class BlockPool:
         return f"BlockPool({self._stack!r}, namespace={self.namespace.digest})"
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of leading blocks that the pool has now.
+        """Return how many leading blocks of ``hashes`` the pool has now.
 
         A later ``get_blocks`` may find fewer blocks, because blocks can be evicted.
         """
@@ -86,10 +86,10 @@ class BlockPool:
         return count_leading(self._stack.exists(self._build_keys(hashes)))
 
     def exists(self, hashes: Sequence[bytes], *, for_all: bool = False) -> list[Status]:
-        """Return for each block whether the pool has it now. (``lookup`` counts only leading blocks.)
+        """Return for each block whether the pool has the block now. (``lookup`` counts only leading blocks.)
 
-        With ``for_all``, return whether other instances can read the block: copies that only this instance has are
-        ignored.
+        With ``for_all``, return whether other instances can read the block, so that copies that only this instance has
+        do not count.
         """
         exists = self._stack.exists_for_all if for_all else self._stack.exists
         return exists(self._build_keys(hashes))
@@ -116,8 +116,8 @@ class BlockPool:
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value], *, wait: bool = True) -> list[Status]:
         """Store block ``i`` from ``sources[i]``, if the pool does not have it already.
 
-        The blocks are looked up first, and only the missing ones are sent. If the look-up of a block fails, the block
-        is not sent, and its status is ``FAILED``, because a put would wait for the same unavailable pool.
+        The blocks are looked up first, and only the missing blocks are sent. A block whose look-up fails is not sent,
+        and has the status ``FAILED``, because its put would wait for the same unavailable pool.
 
         Raises:
             ValueError: the numbers of hashes and sources differ, or a source is empty or has a negative size.
@@ -165,7 +165,7 @@ class BlockPool:
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; the status is ``ABSENT`` for a block that the pool does not have.
 
-        With ``force``, also remove blocks that a client may be reading now.
+        With ``force``, blocks that a client may be reading now are removed, too.
         """
         return self._stack.remove(self._build_keys(hashes), force=force)
 
@@ -181,7 +181,7 @@ class BlockPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pool is used now. While it is not used, every call is a miss and returns immediately."""
+        """Whether calls reach the pool now. While this is False, every call is a miss and returns immediately."""
         return self._stack.is_ready
 
     def wait_for_late_calls(self, seconds: float) -> bool:
@@ -194,7 +194,7 @@ class BlockPool:
     def flush_writes(self, seconds: float) -> bool:
         """Wait until the writes of all saved blocks have ended; return False after ``seconds``.
 
-        Then other clients can read the blocks, except blocks that could not be written.
+        After the writes, other clients can read the blocks, except blocks that could not be written.
         """
         return self._stack.flush_writes(seconds)
 
@@ -211,7 +211,7 @@ class BlockPool:
         self._stack.unregister(address, nbytes)
 
     def health(self) -> Health:
-        """Return whether the pool works now, and a sentence about its state."""
+        """Return whether the pool works now, and a sentence about its state for an operator."""
         return self._stack.health()
 
     def clear(self) -> Status:
@@ -219,14 +219,14 @@ class BlockPool:
         return self._stack.clear(self.namespace.prefix)
 
     def move_to(self, namespace: Namespace) -> None:
-        """Use another namespace from the next call on, for example after the weights have changed."""
+        """Use the blocks of another namespace from the next call on, for example after the weights have changed."""
         self.namespace = namespace
         self._on_move(namespace)
         if self._keeper is not None:
             self._keeper.manifest = replace(self._keeper.manifest, fields=namespace.fields)
 
     def watch_clears(self) -> None:
-        """Begin to watch for clears: when an operator clears the pool, drop the copies that only this process has."""
+        """Begin to watch for clears by an operator, after which the copies that only this process has are dropped."""
         self._watch = ClearWatch(self)
 
     def close(self) -> None:
@@ -251,7 +251,9 @@ class BlockPool:
         Only a block with the status ``FAILED`` can have such a call.
         """
         while wait and Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
-            logger.warning("A call that missed its deadline has not returned, so its memory cannot be used again yet")
+            logger.warning(
+                "A call to the pool that missed its deadline still runs, so its memory cannot be used again yet"
+            )
         return statuses
 
     def _build_keys(self, hashes: Sequence[bytes]) -> list[str]:
@@ -303,7 +305,7 @@ def open_pool(
 
 
 def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
-    """Return ``namespace`` with the tenant of ``config``; unchanged for the default tenant."""
+    """Return ``namespace`` with the tenant in ``config``; unchanged if that is the default tenant."""
     tenant = config.store.tenant_id if isinstance(config.store, MooncakeSettings) else DEFAULT_TENANT
     return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
 
@@ -316,13 +318,13 @@ def open_backend(
     on_open: Callable[[StorageBackend], None] | None = None,
     is_summed: bool = True,
 ) -> StorageBackend:
-    """Open the configured store, with deadlines, checks and the other configured wrappers.
+    """Open the configured store with its wrappers: deadlines, checks, and others that the configuration adds.
 
     Args:
         config: configuration of the pool.
         registry: registry for the pool's metrics; it can have the metrics of one pool only. None for no metrics.
-        background: if True, return immediately, and open the store on another thread, which tries again until it
-            succeeds; until then every call is a miss. If False, open the store before returning.
+        background: if True, return immediately, and open the store on another thread, which tries again until the
+            store is open; until then every call is a miss. If False, open the store before returning.
         on_open: called with the store, without wrappers, each time the store was opened.
         is_summed: whether blocks have checksums. It must be False if this process cannot read the memory of the values,
             such as the memory of a GPU.

@@ -38,7 +38,7 @@ _ASK_SECONDS = 60.0
 
 
 class InstanceUnavailable(Exception):
-    """Error: the instance did not answer as expected; the message is one sentence."""
+    """Error: an instance did not answer a request as expected. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Comparison:
 
     @property
     def least_tokens(self) -> int | None:
-        """Smallest number of tokens for which loading is faster; ``None`` if loading is never faster."""
+        """Smallest number of tokens for which loading is faster than computing; ``None`` if it never is."""
         saved = self.compute_seconds - self.load_seconds
         return math.ceil(self.fixed_seconds / saved) if saved > 0 else None
 
     def seconds_to_load(self, num_tokens: int) -> float:
-        """Return the seconds to load ``num_tokens`` tokens."""
+        """Return the seconds to load the KV of ``num_tokens`` tokens."""
         return self.fixed_seconds + num_tokens * self.load_seconds
 
 
@@ -94,7 +94,7 @@ def time_loading(config: PoolConfig, token_bytes: int) -> tuple[float, float]:
 
 
 def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[int, ...]) -> Iterator[float]:
-    """Yield for each number in ``counts`` the seconds of the fastest look-up and read of this number of blocks."""
+    """Put blocks; yield for each number in ``counts`` the seconds to look up and read this number of blocks."""
     hashes = [os.urandom(32) for _ in range(max(counts))]
     values = [(Span(address + i * block_bytes, block_bytes),) for i in range(len(hashes))]
     if not all(pool.put_blocks(hashes, values)):
@@ -106,7 +106,7 @@ def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[i
 def _time_read(pool: BlockPool, hashes: list[bytes], values: list[tuple[Span]]) -> float:
     start = time.perf_counter()
     if pool.lookup(hashes) != len(hashes) or not all(pool.get_blocks(hashes, values)):
-        raise PoolUnavailable("stored blocks could not be read")
+        raise PoolUnavailable("blocks that were just stored could not be read again")
     return time.perf_counter() - start
 
 
@@ -120,7 +120,7 @@ def time_computing(instance: str) -> float:
         instance: URL of the instance, such as ``http://127.0.0.1:52400``.
 
     Raises:
-        InstanceUnavailable: the instance does not answer, or a response lacks a member.
+        InstanceUnavailable: the instance does not answer, or is not a server with OpenAI's endpoints.
     """
     with httpx.Client(base_url=instance, timeout=_ASK_SECONDS, trust_env=False) as client:
         try:
@@ -133,10 +133,10 @@ def time_computing(instance: str) -> float:
 
 
 def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
-    """Return the seconds per token of prompts.
+    """Return the seconds that an instance needs to compute one token of a prompt, from prompts of several lengths.
 
     Args:
-        ask: sends a prompt with the given number of words; returns its number of tokens, and the seconds.
+        ask: sends a prompt with a given number of words; returns the prompt's number of tokens, and the seconds.
 
     Raises:
         InstanceUnavailable: the instance's context is too short for a second prompt.
@@ -151,15 +151,15 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
             break
         words *= 2
     if tokens == short_tokens:
-        raise InstanceUnavailable("the instance accepted no prompt that is longer than the first one")
+        raise InstanceUnavailable(f"the instance accepted no prompt of more than {_SHORT_WORDS} words")
     return max(0.0, seconds - short_seconds) / (tokens - short_tokens)
 
 
 def _ask(client: httpx.Client, model: str, words: int) -> tuple[int, float]:
-    """Send a prompt of random words; return its number of tokens, and the seconds until the response of two tokens.
+    """Send a prompt of random words; return its number of tokens, and the seconds until two tokens were generated.
 
-    A request for one token is not used, because an instance may take it for prefill, and respond only when the prompt's
-    blocks are in the pool.
+    The request is not for one token, because an instance may take such a request for prefill, and respond only when the
+    prompt's blocks are in the pool.
     """
     prompt = " ".join("".join(random.choices(string.ascii_lowercase, k=5)) for _ in range(words))
     start = time.perf_counter()

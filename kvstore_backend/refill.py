@@ -53,24 +53,24 @@ class Holder(Protocol):
     """Interface of an instance's own cache. The refill calls its methods on the refill's thread."""
 
     def list_saved_blocks(self, most: int) -> Sequence[bytes]:
-        """Return the hashes of up to ``most`` blocks that are cached and were saved to the pool, most useful first."""
+        """Return the hashes of up to ``most`` cached blocks that were saved to the pool, the most useful first."""
 
     def save_again(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Save the blocks that are still cached and that the pool lacks, and wait until the save has ended.
+        """Save those of the blocks to the pool that are still cached and that the pool lacks; wait for the save's end.
 
         Returns:
             The number of blocks that were still cached, and how many of them the pool has now.
         """
 
     def end_round(self, hashes: Sequence[bytes]) -> None:
-        """Restore the order of the blocks in the cache after all saves of a refill; the first is the most useful."""
+        """Restore the order in which the cache evicts blocks after a refill: the first of ``hashes`` stays longest."""
 
     def withhold_blocks(self) -> None:
-        """Do not save the blocks again that are cached now, because an operator cleared the pool."""
+        """Never save the blocks again that are cached now, because an operator cleared the pool."""
 
 
 class LossDetector:
-    """Detects sudden losses of blocks from the share of blocks that successive look-ups found."""
+    """Detects sudden losses of blocks in a pool, from the share of blocks that successive look-ups found."""
 
     def __init__(self) -> None:
         self._share: float | None = None
@@ -78,7 +78,7 @@ class LossDetector:
     def is_loss(self, found: int, asked: int) -> bool:
         """Return whether the share of found blocks is clearly lower than in the look-up before.
 
-        After a loss, the share from before the loss stays the reference.
+        After a loss, later shares are still compared with the share from before the loss.
 
         Args:
             found: number of blocks that the look-up found.
@@ -94,7 +94,7 @@ class LossDetector:
         return False
 
     def start_anew(self) -> None:
-        """Forget the reference; the share of the next look-up becomes the new one."""
+        """Compare later shares with that of the next look-up, not with earlier ones."""
         self._share = None
 
 
@@ -104,9 +104,9 @@ class Refill:
     Args:
         pool: the pool.
         holder: the instance's own cache.
-        on_blocks: called after each batch with the number of its blocks that the pool has again.
-        start_thread: called first on the thread.
-        digests: digests of all namespaces of the instance's blocks; empty: the pool's namespace.
+        on_blocks: called after each batch with the number of blocks of the batch that the pool has again.
+        start_thread: called on the new thread before everything else.
+        digests: digests of all namespaces of the instance's blocks; if empty, that of the pool's namespace.
         period: seconds between two look-ups.
     """
 
@@ -135,7 +135,7 @@ class Refill:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. Does not wait for a running batch."""
+        """Stop the thread without waiting for a running batch."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -146,20 +146,20 @@ class Refill:
                     self._look_after_pool()
             except Exception:
                 if not self._closed.is_set():
-                    logger.exception("Looking up lost blocks failed; it is tried again")
+                    logger.exception("Looking up blocks to detect losses in the pool failed and is tried again")
         self._marks.close()
 
     def _look_after_pool(self) -> None:
-        """Look up some blocks and read the marks; if blocks were lost and the pool was not cleared, save them again."""
+        """Look up some blocks; save them again if the pool has lost blocks, but not because an operator cleared it."""
         is_due = time.monotonic() >= self._not_before
         is_loss = is_due and self._has_lost_blocks()
         if self._may_put_again() and is_loss:
             self._put_again()
 
     def _may_put_again(self) -> bool:
-        """Read the marks; return True if the pool was not cleared.
+        """Read the marks of cleared namespaces; return True if the pool was not cleared.
 
-        If the pool was cleared, call ``withhold_blocks``, so that the cached blocks are not saved again.
+        If the pool was cleared, the cached blocks are withheld, so that they are not saved again.
         """
         is_cleared = self._marks.look()
         if is_cleared:
@@ -179,7 +179,9 @@ class Refill:
         found = statuses.count(Status.OK)
         is_loss = self._detector.is_loss(found, len(statuses))
         if is_loss:
-            logger.info("The pool has lost blocks: it has %d of %d that were looked up", found, len(sample))
+            logger.info(
+                "The pool has lost blocks: it has only %d of %d saved blocks that were looked up", found, len(sample)
+            )
         return is_loss
 
     def _put_again(self) -> None:
@@ -201,14 +203,15 @@ class Refill:
         if not is_refused:
             self._detector.start_anew()
         self._lengthen_pause(begun)
-        how = "; it refused some blocks, which are stored again later" if is_refused else ""
+        how = "; the pool refused some blocks, which are stored again later" if is_refused else ""
         logger.info(
             "%d lost blocks were stored again in the pool within %.1f s%s", count, time.monotonic() - begun, how
         )
 
     def _lengthen_pause(self, begun: float) -> None:
-        """Set the end of the pause before the next refill: twice as long as the last pause, or ``period`` if that is
-        long ago.
+        """Set the end of the pause before the next refill.
+
+        The pause is twice as long as the last pause, or ``period`` if the last refill was long ago.
         """
         is_calm = begun - self._not_before > _CALM_SECONDS
         self._pause = self._period if is_calm else min(_MAX_PAUSE_SECONDS, 2 * self._pause)

@@ -26,14 +26,14 @@ _Result = TypeVar("_Result")
 
 
 class DaemonThreads:
-    """Pool of daemon threads that run work. A thread is started when it is needed.
+    """Group of daemon threads that run queued work. A thread is started when it is needed.
 
-    The threads end when this object has no references any more, or after ``close``.
+    The threads end after ``close``, or when this object has no references any more.
 
     Args:
         count: maximum number of threads.
         name: beginning of the threads' names.
-        start_thread: called first on each thread; its exceptions are logged.
+        start_thread: called on each new thread before its work; exceptions are logged.
     """
 
     def __init__(self, count: int, name: str, start_thread: Callable[[], None] | None = None) -> None:
@@ -57,7 +57,7 @@ class DaemonThreads:
         future: Future[_Result] = Future()
         with self._lock:
             if self._is_closed:
-                raise RuntimeError(f"the threads {self._name} were closed")
+                raise RuntimeError(f"the threads {self._name} were closed, so they accept no more work")
             self._work.put(_Work(future, work))  # before a thread is started, because a thread without work is idle
             if self._started < self._count and not self._idle.acquire(blocking=False):
                 self._start_another(future)
@@ -76,7 +76,7 @@ class DaemonThreads:
             self._started += 1
 
     def close(self) -> None:
-        """Accept no more work, and cancel queued work. Does not wait for running work."""
+        """Accept no more work, and cancel queued work, without waiting for running work."""
         with self._lock:
             self._is_closed = True
         try:
@@ -96,7 +96,7 @@ class DaemonThreads:
 
 
 class _Work:
-    """Work that waits for a thread."""
+    """Function that waits for a thread to run it, and the future for its result."""
 
     __slots__ = ("future", "run")
 
@@ -116,7 +116,7 @@ class _Work:
 
 
 class _Runner:
-    """Main function of a thread. It does not refer to the ``DaemonThreads`` object, so that this can be freed."""
+    """Main function of a thread, without a reference to the ``DaemonThreads`` object, so that this can be freed."""
 
     def __init__(
         self,
@@ -133,7 +133,9 @@ class _Runner:
             try:
                 self._start_thread()
             except Exception:
-                logger.exception("The setup function of a thread failed; the thread runs without it")
+                logger.exception(
+                    "The setup function of a thread raised an exception; the thread runs without this setup"
+                )
         while (work := self._next()) is not None:
             work.do()
             del work  # an idle thread must not keep references
@@ -148,12 +150,12 @@ class _Runner:
 
 
 class Forked(Protocol):
-    """Object that must change in a forked child."""
+    """Interface of an object that must change in a forked child."""
 
     def on_fork(self) -> None:
         """Disable or renew the object in a forked child.
 
-        The child has no other threads, and locks that they held are never released.
+        The child has no other threads, and locks that other threads held at the fork are never released.
         """
 
 

@@ -39,14 +39,14 @@ _LOAD_FAILED = "Loading %d blocks failed; they will be computed"
 _SAVE_FAILED = "Saving %d blocks failed"
 
 ReadBlocks = Callable[[int, Sequence[Value]], int]
-"""Function that reads blocks of a load to targets. Its arguments are the index of the first block, and the targets.
+"""Function that reads blocks of a load to targets, and returns the number of leading blocks that arrived.
 
-It returns the number of leading blocks that arrived.
+The arguments of the function are the index of the first block in the load, and the targets.
 """
 
 
 class ReadLeading(Protocol):
-    """Function that reads the leading blocks of a load."""
+    """Interface of a function that reads the leading blocks of a load."""
 
     def __call__(self, count: int, read: ReadBlocks | None = None) -> int:
         """Read the first ``count`` blocks; return the number of leading blocks that arrived.
@@ -66,7 +66,7 @@ class Outcome:
             now.
         seconds: duration of the transfer, without the time that it waited for its thread.
         is_released: whether the owner may use all blocks again. If False, the blocks that were not moved must not be
-            used until ``on_release``; a sequence that continues before needs other blocks.
+            used until ``on_release``; a sequence that continues earlier needs other blocks.
     """
 
     count: int
@@ -75,7 +75,7 @@ class Outcome:
 
 
 class Event(Protocol):
-    """Interface of an event for the end of work, such as ``torch.cuda.Event``."""
+    """Interface of an event that marks the end of a device's work, such as ``torch.cuda.Event``."""
 
     def synchronize(self) -> None:
         """Wait until the work has ended. If the work failed, raise its exception."""
@@ -90,12 +90,12 @@ class Window(Protocol):
 
     @property
     def values(self) -> Sequence[Value]:
-        """Memory that the pool reads or writes, for each block of the window."""
+        """Memory of each block in the window, which the pool reads or writes."""
 
     def deliver(self, count: int) -> None:
-        """Accept the first ``count`` values after a read. The contents of the other values are not defined.
+        """Accept the first ``count`` values that the pool has read; the other values have no defined contents.
 
-        If the window is a buffer, begin to copy the values to their blocks.
+        If the window is a buffer, begin to copy the accepted values to their blocks.
         """
 
     def wait(self) -> None:
@@ -113,26 +113,26 @@ class Window(Protocol):
         """
 
     def take_back(self) -> None:
-        """Make the memory available again. No call to the pool uses it any more, but a copy may. Called once."""
+        """Make the window's memory available again, once, when no call to the pool uses it. A copy may still use it."""
 
 
 class TransferMemory(Protocol):
-    """Interface of an engine's KV memory for transfers."""
+    """Interface of an engine's KV memory, between which and the pool blocks are moved."""
 
     def record_event(self) -> Event | None:
-        """Return an event for the end of the work on blocks that this thread has begun, or None if it has ended."""
+        """Return an event for the end of the work on blocks that this thread has begun; None if the work has ended."""
 
     def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Open a window for a read of one or more leading blocks of ``blocks``.
+        """Return a window into which the pool reads one or more leading blocks of ``blocks``.
 
         The memory of the blocks is written only after the event ``after``.
         """
 
     def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Open a window for a write of one or more leading blocks of ``blocks``.
+        """Return a window from which the pool writes one or more leading blocks of ``blocks``.
 
-        The window gets the contents that the blocks have after the event ``after``. It has all of them when ``wait``
-        has returned.
+        The window gets the contents that the blocks have after the event ``after``. The contents are complete when the
+        window's ``wait`` has returned.
         """
 
 
@@ -190,7 +190,7 @@ class _DirectWindow:
 
 
 class _Transfer:
-    """One load or save. Only the thread that runs it changes its attributes.
+    """One load or save of blocks. Only the thread that runs the transfer changes the attributes.
 
     Attributes:
         after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
@@ -220,9 +220,9 @@ class Transfers:
     Args:
         pool: the pool; ``close`` closes it.
         memory: the memory of the blocks, which the owner has registered.
-        post: calls a function in the owner's context, one at a time: on the owner's thread, or under its lock. It is
-            used for all calls of ``on_end`` and ``on_release``.
-        start_thread: called first on each of the two threads.
+        post: calls a function in the owner's context, one at a time: on the owner's thread, or under the owner's lock.
+            All calls of ``on_end`` and ``on_release`` are made through ``post``.
+        start_thread: called on each of the two new threads before everything else.
     """
 
     def __init__(
@@ -256,9 +256,9 @@ class Transfers:
             blocks: the blocks that are filled.
             on_end: called with the outcome.
             on_release: called when the owner may use the blocks again.
-            decide: called on the loading thread with a function that reads a given number of leading blocks. It returns
-                the result of that function, or 0 to read nothing. Before, it may change the lists ``hashes`` and
-                ``blocks``, to load other blocks that the owner holds. If it is None, all blocks are read.
+            decide: called on the loading thread with a function that reads a given number of leading blocks. ``decide``
+                returns the result of that function, or 0 to read nothing. Before, it may change the lists ``hashes``
+                and ``blocks``, to load other blocks that the owner holds. Without ``decide``, all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)
@@ -272,7 +272,7 @@ class Transfers:
         *,
         keep_seconds: float = 0.0,
     ) -> None:
-        """Begin to write ``blocks`` to the pool. Their contents must not change before ``on_release``.
+        """Begin to write ``blocks`` to the pool. The contents of the blocks must not change before ``on_release``.
 
         With ``keep_seconds``, also write blocks that the pool has already, and pin all blocks for this time.
         """
@@ -288,7 +288,7 @@ class Transfers:
     def remove(self, hashes: Sequence[bytes]) -> None:
         """Begin to remove blocks from the pool, after all saves that were requested before. A failure is logged.
 
-        Blocks are removed even while a client reads them. So use this only for pools with checksums, with which the
+        Blocks are removed even while a client reads them. So this method is only for pools with checksums, by which the
         reader detects the removal.
         """
 
@@ -306,8 +306,8 @@ class Transfers:
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on a new thread as soon as other instances can read all blocks that were saved before.
 
-        It is called after ``_FLUSH_SECONDS`` at the latest, and also if saves failed. A look-up shows which blocks are
-        present.
+        ``callback`` is called after ``_FLUSH_SECONDS`` at the latest, and also if saves failed. A look-up shows which
+        blocks are present.
         """
 
         def wait() -> None:
@@ -333,19 +333,19 @@ class Transfers:
     def _submit_transfer(
         self, thread: DaemonThreads, transfer: _Transfer, move: Callable[[], int], message: str
     ) -> None:
-        """Run a transfer on a thread. If no thread can be started, or the device fails, end it and move no blocks."""
+        """Run a transfer on ``thread``. If the thread cannot be started, or the device fails, move no blocks."""
         try:
             transfer.after = self._memory.record_event()
             thread.submit(lambda: self._run_transfer(transfer, move, message))
         except RuntimeError as exc:
             if self._is_closed:
-                logger.debug("The pool was closed; a transfer was dropped")
+                logger.debug("A transfer of %d blocks was dropped, because the pool was closed", len(transfer.blocks))
                 return
             logger.warning("A transfer of %d blocks failed: %s", len(transfer.blocks), exc)
             self._post(lambda: _release_and_end(transfer, Outcome(0, 0.0, True)))
 
     def _run_transfer(self, transfer: _Transfer, move: Callable[[], int], message: str) -> None:
-        """Move the blocks, and report the end to the owner through ``post``; log ``message`` if ``move`` raises."""
+        """Move the blocks of a transfer, and report its end to the owner; log ``message`` if ``move`` raises."""
         begun = time.monotonic()
         count = 0
         try:
@@ -424,9 +424,9 @@ class Transfers:
         return saved
 
     def _open_outgoing(self, transfer: _Transfer, begin: int, copies: contextlib.ExitStack) -> Window | None:
-        """Open a window for the blocks from ``begin`` on; return None if there are none.
+        """Return a window for the blocks of a save from index ``begin`` on; None if there are no more blocks.
 
-        ``copies`` waits at its end for the copy that fills the window.
+        At its end, ``copies`` waits for the copy that fills the window.
         """
         if begin >= len(transfer.blocks):
             return None
@@ -435,7 +435,7 @@ class Transfers:
         return window
 
     def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
-        """Make a window available again after a call that used it. If the call may be late, set the window aside."""
+        """Make a window available again after a call to the pool used it; set it aside if the call may be late."""
         if is_whole or self._pool.wait_for_late_calls(0):
             window.take_back()
         else:
@@ -443,7 +443,7 @@ class Transfers:
             transfer.is_released = not window.set_aside()
 
     def _await_late_calls(self, transfer: _Transfer, window: Window) -> None:
-        """Wait on a thread until no late call is left; then make the window available, and release the blocks."""
+        """On a new thread, wait until no late call is left; then make the window available, and release the blocks."""
 
         def take_back() -> None:
             try:

@@ -44,7 +44,7 @@ REASONS = {
 """Reasons that a verdict may have, with a short description."""
 
 OTHER_TEXT = "other text"
-"""Type of a difference between two texts that is none of the usual types."""
+"""Kind of a difference between two texts that is none of the usual kinds, such as a date."""
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _PATTERNS = {
@@ -95,7 +95,7 @@ _SETTING = "setting "
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reason why blocks were not shared, or the result that they can be shared.
+    """Result of a comparison: the reason why blocks were not shared, or that they can be shared.
 
     Attributes:
         reason: one of ``REASONS``.
@@ -136,7 +136,7 @@ def compare_setups(first: Manifest, second: Manifest, names: tuple[str, str] = (
 
 
 def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the reason and a sentence for each difference."""
+    """Yield a reason and a sentence for each difference between two manifests, the most informative first."""
     one, other = first.fields, second.fields
 
     def differs(name: str) -> bool:
@@ -169,7 +169,7 @@ def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str])
 
 
 def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[str, str]:
-    """Return reason and sentence for different models: another architecture, other weights, or other settings."""
+    """Return reason and sentence for manifests with different models, weights or settings of the engine."""
     one, other = first.facts, second.facts
     called = _tell_values(one.get("name"), other.get("name"), names)
     if one.get("architecture") != other.get("architecture") or not one.get("architecture"):
@@ -191,7 +191,7 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
 
 def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
-    """Return text that says which configuration has which value."""
+    """Return a text that says which of two configurations has which value."""
     return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
 
 
@@ -202,12 +202,12 @@ def _quote(value: object) -> str:
 def compare_prompts(
     first: Sequence[int], second: Sequence[int], decode: Callable[[Sequence[int]], str] | None = None
 ) -> Verdict:
-    """Find the first different token of two prompts.
+    """Explain why two prompts share no more blocks: find their first different token.
 
     Args:
         first: tokens of the earlier prompt.
         second: tokens of the later prompt, which should have shared blocks with the earlier one.
-        decode: converts tokens, also special ones, to text, or None if there is no tokenizer.
+        decode: converts tokens, including special tokens, to text; None if there is no tokenizer.
     """
     token = count_common(first, second)
     if token == len(first) == len(second):
@@ -237,7 +237,7 @@ def count_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def compare_texts(first: str, second: str) -> tuple[str, str, str]:
-    """Return the type of the first difference of two texts, and the words at this place in each text."""
+    """Return the kind of the first difference between two texts, and the words at this place in each text."""
     place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
     if place is None:  # different tokens may have the same text
         return "other tokens of the same text", "", ""
@@ -254,7 +254,7 @@ def compare_texts(first: str, second: str) -> tuple[str, str, str]:
 
 
 def _match_at(pattern: re.Pattern[str], text: str, place: int) -> str:
-    """Return the longest match of ``pattern`` that contains the index ``place``, or ends there; empty: no match."""
+    """Return the longest match of ``pattern`` that contains the index ``place``, or ends there; empty without one."""
     found = (match[0] for match in pattern.finditer(text) if match.start() <= place < match.end() + 1)
     return max(found, key=len, default="")
 

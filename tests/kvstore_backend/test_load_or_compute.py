@@ -72,5 +72,5 @@ def test_computing_is_known_from_the_last_thousands_of_tokens() -> None:
 
 
 def test_it_says_what_it_knows() -> None:
-    assert repr(estimate(0.002)) == "<LoadOrCompute: a block takes 2.00 ms to load, 100.00 ms to compute>"
-    assert repr(LoadOrCompute(BLOCK)) == "<LoadOrCompute: a block takes ? ms to load, ? ms to compute>"
+    assert repr(estimate(0.002)) == "a block takes 2.00 ms to load, 100.00 ms to compute"
+    assert repr(LoadOrCompute(BLOCK)) == "a block takes ? ms to load, ? ms to compute"
