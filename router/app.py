@@ -56,7 +56,6 @@ from router.http import (
     is_normal_path,
     json_reply,
     parse_object,
-    raw_reply,
     refusal_reply,
 )
 from router.serving import (
@@ -186,8 +185,9 @@ class RouterApp:
                 send = _add_headers(send, self.cors.answer_headers(scope["headers"]))
                 preflight = self.cors.answer_preflight(scope["headers"]) if scope["method"] == "OPTIONS" else None
                 if preflight is not None:
-                    status, headers, body = preflight
-                    await raw_reply(status, headers, body)(scope, receive, send)
+                    answer = Response(preflight.body, status_code=preflight.status)
+                    answer.raw_headers += preflight.headers
+                    await answer(scope, receive, send)
                     return
             if len(scope["query_string"]) > MAX_QUERY_BYTES:
                 message = f"the query is longer than the {MAX_QUERY_BYTES} bytes that this path accepts"

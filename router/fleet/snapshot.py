@@ -72,7 +72,7 @@ def read_boot_clock() -> tuple[str, float]:
     """Return the id of the machine's boot and the seconds since then. The id is ``""`` if the system has none."""
     try:
         return _BOOT_ID.read_text().strip(), time.clock_gettime(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError):
+    except OSError:
         return "", 0.0
 
 

@@ -56,7 +56,7 @@ from router.http.message import (
     prepare_head,
 )
 from router.http.pool import ConnectionPool
-from router.http.replies import error_reply, json_reply, raw_reply, refusal_reply
+from router.http.replies import error_reply, json_reply, refusal_reply
 from router.http.request_id import MAX_ID_CHARACTERS, echo_request_id, encode_request_id, find_request_id
 from router.http.server import ClientRequest, RouterProtocol, is_normal_path, path_of
 from router.http.tls import ListenerContext
@@ -113,7 +113,6 @@ __all__ = [
     "parse_object",
     "path_of",
     "prepare_head",
-    "raw_reply",
     "read_cached_figures",
     "read_usage",
     "refusal_reply",

@@ -9,7 +9,6 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from router.http.errors import ConnectFailed, ConnectRefused, NameUnresolved, NoRoom, TimedOut
 from router.http.exchange import Connection, Exchange, ResponseReader
@@ -28,8 +27,6 @@ MAX_HOSTS = 4096
 JOINED_BYTES = 16 * 1024
 # Limit of the bytes that ``ConnectionPool.fetch`` reads of a response.
 FETCH_BYTES = 16 * 1024 * 1024
-# If a host name has several addresses, the router tries the next one in parallel after this time (RFC 8305).
-NEXT_ADDRESS_SECONDS = 0.25
 # Errors of connect() after which the router's machine, not the instance, has run out of a resource.
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 
@@ -152,10 +149,11 @@ class ConnectionPool:
             ConnectFailed: the instance did not accept the connection.
         """
         loop = asyncio.get_running_loop()
-        tls = self._trust() if address.tls else None
+        if address.tls and self._tls is None:
+            self._tls = ssl.create_default_context()
         connection = Connection(self, address)
         opening = loop.create_connection(
-            lambda: connection, address.host, address.port, ssl=tls, **_list_options(loop, address.host)
+            lambda: connection, address.host, address.port, ssl=self._tls if address.tls else None
         )
         try:
             try:
@@ -180,12 +178,6 @@ class ConnectionPool:
             raise ConnectFailed(f"cannot connect to {address}: it is not a valid host name") from exc
         return connection
 
-    def _trust(self) -> ssl.SSLContext:
-        """Return the TLS context with the trusted certificate authorities."""
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
-
     def add_open(self, connection: Connection) -> None:
         """Add a newly opened connection to the open connections of the pool."""
         self._open.add(connection)
@@ -203,16 +195,6 @@ class ConnectionPool:
             if not idle:
                 del self._idle[address]
         self._closing_old = loop.call_later(IDLE_SECONDS, self._close_old) if self._idle else None
-
-
-def _list_options(loop: asyncio.AbstractEventLoop, host: str) -> dict[str, Any]:
-    """Return the option of ``create_connection`` with which asyncio tries several addresses of a host concurrently.
-
-    uvloop has no such option and tries the addresses in sequence. For a numeric address, the option is left out: there
-    is only one address, and with the option asyncio does not close the socket if connecting is cancelled.
-    """
-    is_name = ":" not in host and not host.replace(".", "").isdigit()
-    return {"happy_eyeballs_delay": NEXT_ADDRESS_SECONDS} if is_name and isinstance(loop, asyncio.BaseEventLoop) else {}
 
 
 def _describe_tls_failure(exc: ssl.SSLError) -> str:

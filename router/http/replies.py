@@ -8,9 +8,8 @@ import orjson
 from starlette.responses import Response
 
 from router.http.api_error import ApiError, Refused
-from router.http.message import Headers
 
-__all__ = ["error_reply", "json_reply", "raw_reply", "refusal_reply"]
+__all__ = ["error_reply", "json_reply", "refusal_reply"]
 
 
 def json_reply(status: int, value: Any) -> Response:
@@ -21,13 +20,6 @@ def json_reply(status: int, value: Any) -> Response:
 def error_reply(error: ApiError, path: str = "") -> Response:
     """Return the error response to a request for ``path``."""
     return Response(error.body(path), status_code=error.status, media_type="application/json")
-
-
-def raw_reply(status: int, headers: Headers, body: bytes) -> Response:
-    """Return a response with these headers and this body."""
-    answer = Response(body, status_code=status)
-    answer.raw_headers += headers
-    return answer
 
 
 def refusal_reply(refused: Refused, path: str = "") -> Response:

@@ -183,5 +183,5 @@ def prepare_process() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
     # A request needs three file descriptors, and the usual limit is 1,024.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses the hard limit "unlimited"
+    with contextlib.suppress(ValueError, OSError):  # the kernel's limit may have become lower than the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

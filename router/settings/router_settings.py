@@ -366,8 +366,7 @@ class RouterSettings:
     @property
     def num_workers(self) -> int:
         """Number of processes that serve requests."""
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.workers or min(MAX_AUTO_WORKERS, num_cores)
+        return self.workers or min(MAX_AUTO_WORKERS, len(os.sched_getaffinity(0)))
 
     @property
     def graces(self) -> dict[signal.Signals, float]:

@@ -87,10 +87,7 @@ class Collector:
 
     async def close(self) -> None:
         """Close the connections to the router, the instances and the masters."""
-        try:
-            await self.router.close()
-        except Exception:
-            _log.exception("the connections to the router were not closed")
+        await self.router.close()
         await self._scraper.close()
 
     async def _fetch_instance(self, listed: Listed) -> InstanceReport:

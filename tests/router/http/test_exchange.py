@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvloop
 
 from router.http import pool
 from router.http.errors import (
@@ -409,16 +408,6 @@ def test_it_is_told_apart_why_no_connection_was_made(
     with pytest.raises(UpstreamError) as raised:
         client.run(connect)
     assert type(raised.value) is expected
-
-
-@pytest.mark.parametrize(("make_loop", "delay"), [(asyncio.new_event_loop, 0.25), (uvloop.new_event_loop, None)])
-def test_where_the_loop_can_it_tries_a_second_address_beside_one_that_does_not_answer(
-    make_loop: Callable[[], asyncio.AbstractEventLoop], delay: float | None
-) -> None:
-    loop = make_loop()
-    assert pool._list_options(loop, "instance-1").get("happy_eyeballs_delay") == delay
-    assert pool._list_options(loop, "10.0.0.5") == pool._list_options(loop, "fd00::5") == {}
-    loop.close()
 
 
 def test_only_so_many_addresses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
