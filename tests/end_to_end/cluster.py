@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.support import plain_http
 from tests.support.mooncake import MooncakeMaster
 from tests.support.ports import free_port
@@ -81,7 +79,7 @@ def router(
     argv += ["--splitwise"] if splitwise else []
     argv += [] if "--workers" in flags else ["--workers", "1"]
     with child(argv, folder / f"router-{port}.out", environ, is_forked=True) as process:
-        process.wait_for(lambda: _answers(port), "answering")
+        process.wait_for(lambda: plain_http.answers_ok(f"http://127.0.0.1:{port}/health"), "answering")
         yield Router(process, port)
 
 
@@ -111,7 +109,7 @@ def instance(
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
     is_forked = "PYTHONPATH" not in env  # which a process reads at its start only
     with child(argv, folder / f"engine-{port}.out", env, is_forked=is_forked) as process:
-        process.wait_for(lambda: _answers(port), "answering", deadline_s=120)
+        process.wait_for(lambda: plain_http.answers_ok(f"http://127.0.0.1:{port}/health"), "answering", deadline_s=120)
         running = Instance(process, port)
         if master is not None:
             wait_until(lambda: running.metric("kvstore_pool_open") == 1, "the pool to be joined")
@@ -134,10 +132,3 @@ def check_cached_tokens(url: str, computing: Sequence[Instance]) -> None:
     wait_until(lambda: ids <= find_logged(each.log for each in computing).keys(), "the logs")
     logged = find_logged(each.log for each in computing)
     assert [each.cached_tokens for each in told] == [logged[each.request_id] for each in told], told
-
-
-def _answers(port: int) -> bool:
-    try:
-        return plain_http.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.TransportError:
-        return False

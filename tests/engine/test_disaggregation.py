@@ -122,13 +122,6 @@ async def test_when_p_falls_silent_the_request_computes_itself() -> None:
 
 
 @in_event_loop
-async def test_when_no_p_comes_the_request_computes_itself() -> None:
-    async with receiving(SHORT) as receiver:
-        assert await receiver.wait_for_prompt("r", PROMPT) is None
-        assert not receiver.num_pending
-
-
-@in_event_loop
 async def test_a_p_that_comes_after_the_request_gave_up_leaves_nothing_behind() -> None:
     async with receiving(SHORT) as receiver:
         assert await receiver.wait_for_prompt("r", PROMPT) is None

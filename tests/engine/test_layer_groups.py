@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import random
 from collections.abc import Sequence
@@ -25,15 +24,15 @@ from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import GROUPED, VOCAB_SIZE, write_checkpoint
 from tests.engine.event_loop import in_event_loop
 from tests.engine.faulty_store import Fault, FaultyStore
-from tests.engine.pair import Pair, forget_prefixes, pair_of, tokens_of
+from tests.engine.pair import forget_prefixes, pair_of
 from tests.engine.running import Engine
+from tests.engine.test_equality import MAX_TOKENS, asked_at_once, asked_of_pair_at_once
 from tests.support.waiting import wait_until
 
 each_layout = pytest.mark.parametrize("checkpoint", ["gpt-oss", "gemma3", "mistral", "lfm2"], indirect=True)
 """Of the architectures those whose layers form other groups: the pool knows nothing else of them."""
 
 BLOCK = 16
-MAX_TOKENS = 12
 TOLERANCE = 1e-3  # of a logit: two tokens as close as that are a matter of rounding
 
 
@@ -73,18 +72,11 @@ def check(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequ
         assert leads.max() < TOLERANCE, f"prompt of {len(prompt)} tokens"
 
 
-def ask(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    answers = [engine.begin(prompt, MAX_TOKENS) for prompt in prompts]
-    tokens = [answering.wait() for answering in answers]
-    engine.wait_until_idle()
-    return tokens
-
-
 def test_answers_are_those_of_transformers_with_and_without_cached_prefixes(checkpoint: Path) -> None:
     with Engine(checkpoint, num_blocks=500, budget=40) as engine:
-        first = ask(engine, PROMPTS)
+        first = asked_at_once(engine, PROMPTS)
         turns = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(PROMPTS, first, strict=True)]
-        second = ask(engine, turns)
+        second = asked_at_once(engine, turns)
         cached = engine.metric("kvstore_prompt_tokens_total", origin="own_cache")
         assert cached >= sum((len(prompt) + MAX_TOKENS - 1) // BLOCK * BLOCK for prompt in PROMPTS)
     check(checkpoint, PROMPTS + turns, first + second)
@@ -94,7 +86,7 @@ def test_answers_are_those_of_transformers_with_too_few_blocks(checkpoint: Path)
     num_groups = len(group_layers("", load_model_config(str(checkpoint)), BLOCK, 1 << 20).members)
     prompts = [random_tokens(length, f"few {length}") for length in (12, 13, 14, 15, 14, 13, 40)]
     with Engine(checkpoint, num_blocks=4 * num_groups, max_num_seqs=6, budget=40) as engine:
-        answers = ask(engine, prompts)
+        answers = asked_at_once(engine, prompts)
         assert engine.metric("kvstore_preemptions_total") > 0
     check(checkpoint, prompts, answers)
 
@@ -124,9 +116,9 @@ def test_another_instance_loads_what_a_resume_point_allows(checkpoint: Path, sta
         settings["max_model_len"] = 4000
     with Engine(checkpoint, store=FaultyStore(store), **settings) as writer:
         assert writer.keeps_late_blocks != staged
-        turns = next_turns(PROMPTS, ask(writer, PROMPTS))
+        turns = next_turns(PROMPTS, asked_at_once(writer, PROMPTS))
     with Engine(checkpoint, store=FaultyStore(store), **settings) as reader:
-        answers = ask(reader, turns)
+        answers = asked_at_once(reader, turns)
         allowed = sum((len(turn) - 4) // BLOCK * BLOCK for turn in turns)
         loaded = reader.metric("kvstore_prompt_tokens_total", origin="pool")
         own = reader.metric("kvstore_prompt_tokens_total", origin="own_cache")
@@ -135,7 +127,7 @@ def test_another_instance_loads_what_a_resume_point_allows(checkpoint: Path, sta
         again = next_turns(turns, answers)
     check(checkpoint, turns, answers)
     with Engine(checkpoint, store=FaultyStore(store), **settings) as third:
-        check(checkpoint, again, ask(third, again))
+        check(checkpoint, again, asked_at_once(third, again))
 
 
 @each_layout
@@ -143,12 +135,12 @@ def test_a_pool_that_has_lost_blocks_at_random_shortens_hits_and_changes_no_answ
     store, chance = MemoryStore(64 << 20), random.Random(3)
     settings: dict[str, Any] = {"num_blocks": 700, "budget": 40, "save_outputs": True}
     with Engine(checkpoint, store=FaultyStore(store), **settings) as writer:
-        turns = next_turns(PROMPTS, ask(writer, PROMPTS))
+        turns = next_turns(PROMPTS, asked_at_once(writer, PROMPTS))
     loaded = []
     for lost in (0.03, 0.1, 0.4):
         store.remove([key for key in store._values if chance.random() < lost])
         with Engine(checkpoint, store=FaultyStore(store), **{**settings, "save_outputs": False}) as reader:
-            check(checkpoint, turns, ask(reader, turns))
+            check(checkpoint, turns, asked_at_once(reader, turns))
             loaded.append(reader.metric("kvstore_prompt_tokens_total", origin="pool"))
     assert loaded[0] > 0
 
@@ -160,13 +152,13 @@ def test_a_pool_that_fails_changes_no_answer(fault: Fault, tmp_path: Path) -> No
         memory = MemoryStore(64 << 20)
         settings: dict[str, Any] = {"num_blocks": 400, "budget": 40}
         with Engine(folder, store=FaultyStore(memory), **settings) as writer:
-            ask(writer, PROMPTS[:5])
+            asked_at_once(writer, PROMPTS[:5])
         faulty = FaultyStore(memory)
         with Engine(folder, store=faulty, **settings) as reader:
             faulty.fault = fault
-            check(folder, PROMPTS[:5], ask(reader, PROMPTS[:5]))
+            check(folder, PROMPTS[:5], asked_at_once(reader, PROMPTS[:5]))
             faulty.fault = Fault.NOTHING
-            check(folder, PROMPTS[:5], ask(reader, PROMPTS[:5]))
+            check(folder, PROMPTS[:5], asked_at_once(reader, PROMPTS[:5]))
 
 
 def test_a_pools_blocks_are_named_by_their_group(tmp_path: Path) -> None:
@@ -180,13 +172,6 @@ def test_a_pools_blocks_are_named_by_their_group(tmp_path: Path) -> None:
         assert sorted(store._values) == sorted(map(namespace.key, names))
 
 
-async def ask_pair(pair: Pair, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    answers = (pair.answer(prompt, MAX_TOKENS, name=str(i)) for i, prompt in enumerate(prompts))
-    tokens = [tokens_of(pieces) for pieces in await asyncio.gather(*answers)]
-    await pair.until_free()
-    return tokens
-
-
 @each_layout
 @in_event_loop
 async def test_prompts_are_handed_over_with_the_blocks_of_each_group(
@@ -198,17 +183,17 @@ async def test_prompts_are_handed_over_with_the_blocks_of_each_group(
     async with pair_of(
         checkpoint, word_tokenizer, store=store, max_num_seqs=16, expiry_seconds=60.0, **settings
     ) as pair:
-        answers = await ask_pair(pair, PROMPTS)
+        answers = await asked_of_pair_at_once(pair, PROMPTS)
         forget_prefixes(pair.prefill.engine)
         turns = next_turns(PROMPTS, answers)
-        answers += await ask_pair(pair, turns)
+        answers += await asked_of_pair_at_once(pair, turns)
         ways = {way: pair.decode.handed_over(way) for way in ("direct", "pool", "computed")}
         assert ways == {"direct": len(PROMPTS + turns), "pool": 0, "computed": 0}
         assert pair.decode.engine.metric("kvstore_prompt_tokens_total", origin="own_cache") > 0
         assert pair.prefill.engine.metric("kvstore_prompt_tokens_total", origin="pool") > 0
         pair.prefill.transfer.fails = True
         last = next_turns(turns, answers[len(PROMPTS) :])
-        answers += await ask_pair(pair, last)
+        answers += await asked_of_pair_at_once(pair, last)
         assert pair.decode.handed_over("pool") > 0
     check(checkpoint, PROMPTS + turns + last, answers)
 
@@ -253,7 +238,7 @@ def test_blocks_of_all_groups_are_saved_again_if_the_pool_has_lost_them(
     folder, store = write_checkpoint(GROUPED[family](), tmp_path), MemoryStore(64 << 20)
     settings: dict[str, Any] = {"num_blocks": 300, "max_model_len": 2000 if staged else None}
     with Engine(folder, store=FaultyStore(store), **settings) as writer:
-        ask(writer, PROMPTS[:2])
+        asked_at_once(writer, PROMPTS[:2])
         kept = dict(store._values)
         store.clear("")
         wait_until(lambda: store._values.keys() >= kept.keys(), "all blocks to be saved again", 60)

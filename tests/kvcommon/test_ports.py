@@ -10,27 +10,20 @@ import pytest
 from kvcommon.ports import bind_patiently
 from tests.support.ports import free_port
 
+no_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 
-def test_a_port_where_a_server_listens_is_refused_at_once() -> None:
+
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), pytest.param(socket.AF_INET6, "::", marks=no_ipv6)]
+)
+def test_a_port_where_a_server_listens_is_refused_at_once(family: socket.AddressFamily, host: str) -> None:
     waits: list[None] = []
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket() as bound,
+        socket.socket(family) as bound,
         pytest.raises(OSError, match="in use"),
     ):
-        bind_patiently(bound, server.getsockname(), lambda: waits.append(None))
-    assert not waits
-
-
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_a_port_where_a_server_listens_by_ipv4_is_refused_at_once_for_all_addresses() -> None:
-    waits: list[None] = []
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket(socket.AF_INET6) as bound,
-        pytest.raises(OSError, match="in use"),
-    ):
-        bind_patiently(bound, ("::", server.getsockname()[1]), lambda: waits.append(None))
+        bind_patiently(bound, (host, server.getsockname()[1]), lambda: waits.append(None))
     assert not waits
 
 

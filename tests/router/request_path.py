@@ -1,9 +1,9 @@
 """The path of one streamed request to a prefill/decode pair: the files and the calls in router code that it takes.
 
 ``python -m tests.router.request_path`` prints the files in the order in which the request comes to them;
-``--calls`` the calls in their order, one a line, indented by depth; ``--by-function`` each function once. The client,
-both instances and the router's server share one process, one thread and one event loop, and speak over loopback
-sockets; the router is set up as ``router.launch`` sets it up. The third request over the same connections is traced,
+``--calls`` the calls in their order, one a line, indented by depth. The client, both instances and the router's server
+share one process, one thread and one event loop, and speak over loopback sockets; the router is set up as
+``router.launch`` sets it up. The third request over the same connections is traced,
 from before its first byte is sent until both instances' responses have ended.
 
 The decode instance sends the response's head, the first piece, and the second piece with the response's end, with a
@@ -21,11 +21,9 @@ import asyncio
 import contextlib
 import importlib
 import inspect
-import itertools
 import json
 import socket
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
@@ -90,21 +88,6 @@ class RequestPath(NamedTuple):
     def files(self) -> list[str]:
         """The files in the order in which the request comes to them, relative to the package's folder."""
         return list(dict.fromkeys(call.file for call in self.calls))
-
-    @property
-    def functions(self) -> int:
-        """How many different functions were called."""
-        return len({(call.file, call.line, call.function) for call in self.calls})
-
-    @property
-    def file_changes(self) -> int:
-        """How often a call lies in another file than the call before it."""
-        return sum(before.file != after.file for before, after in itertools.pairwise(self.calls))
-
-    def __str__(self) -> str:
-        went_on = len(self.events) - len(self.calls)
-        changes = f"{self.file_changes} changes of file; {went_on} times one went on"
-        return f"{len(self.files)} files, {len(self.calls)} calls in {self.functions} functions with {changes}"
 
 
 class _Recorder:
@@ -342,14 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the files or the calls, and the figures."""
     parser = argparse.ArgumentParser(prog="python -m tests.router.request_path", description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", action="store_true", help="the calls in their order")
-    parser.add_argument("--by-function", action="store_true", help="each function once, the most called first")
     options = parser.parse_args(argv)
     path = trace_request()
-    if options.by_function:
-        numbers = Counter(f"{call.file}:{call.line} {call.function}" for call in path.calls)
-        for name, number in numbers.most_common():
-            print(f"{number:4} {name}")
-    elif options.calls:
+    if options.calls:
         number = 0
         for call in path.events:
             number += not call.resumed
@@ -357,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{label:>4} {'  ' * call.depth}{call.function}  {call.file}:{call.line}")
     else:
         print("\n".join(path.files))
-    print(path)
+    print(f"{len(path.files)} files, {len(path.calls)} calls")
     return 0
 
 

@@ -42,7 +42,7 @@ def running(tmp_path: Path) -> Iterator[Child]:
     """A router process in mixed mode at a free port."""
     command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
     with child(command, tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        process.wait_for(lambda: listens(process), "listening")
         yield process
 
 
@@ -50,13 +50,6 @@ def url_of(process: Child) -> str:
     found = re.search(r"router listens at (https?://\S+:\d+)", process.output)
     assert found, process.output
     return found.group(1)
-
-
-def answers(process: Child) -> bool:
-    try:
-        return plain_http.get(f"{url_of(process)}/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_help_names_every_flag_of_fastdeploys_router() -> None:
@@ -215,6 +208,10 @@ def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_i
     assert running.wait() == 0
 
 
+def listens(process: Child) -> bool:
+    return "router listens at" in process.output and plain_http.answers_ok(f"{url_of(process)}/health")
+
+
 def readiness(process: Child) -> int:
     try:
         return plain_http.get(f"{url_of(process)}/ready").status_code
@@ -228,7 +225,7 @@ def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_l
 ) -> None:
     flags = ["--port", "0", "--workers", workers, "--shutdown-delay-secs", "300", "--shutdown-grace-secs", "20"]
     with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        process.wait_for(lambda: listens(process), "listening")
         stand_in().register(url_of(process))
         wait_until(lambda: readiness(process) == 200, "the router to be ready")
         process.signal(signal.SIGTERM)
@@ -243,7 +240,7 @@ def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_l
 def test_a_router_ends_when_its_delay_is_over(tmp_path: Path) -> None:
     flags = ["--port", "0", "--workers", "1", "--shutdown-delay-secs", "0.1"]
     with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        process.wait_for(lambda: listens(process), "listening")
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
 
@@ -275,7 +272,7 @@ def test_what_a_killed_router_has_done_is_replayed(
         return capfd.readouterr().out
 
     with child(command, tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: "router listens at" in process.output and answers(process), "listening")
+        process.wait_for(lambda: listens(process), "listening")
         url = url_of(process)
         good.register(url)
         plain_http.post(f"{url}/v1/chat/completions", json={"request_id": "ended", "messages": []})

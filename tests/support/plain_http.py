@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-__all__ = ["get", "post", "stream"]
+__all__ = ["answers_ok", "get", "post", "stream"]
 
 # Connections are not kept: the next server at the same port would not know them.
 _CLIENT = httpx.Client(verify=False, trust_env=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
@@ -18,6 +18,13 @@ _CLIENT = httpx.Client(verify=False, trust_env=False, timeout=20, limits=httpx.L
 def get(url: str, **options: Any) -> httpx.Response:
     """As ``httpx.get``."""
     return _CLIENT.get(url, **options)
+
+
+def answers_ok(url: str) -> bool:
+    """Whether a server answers 200 there; False where none listens, or takes longer than 5 s."""
+    with contextlib.suppress(httpx.TransportError):
+        return get(url, timeout=5).status_code == 200
+    return False
 
 
 def post(url: str, **options: Any) -> httpx.Response:

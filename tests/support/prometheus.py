@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 
 from tests.support import plain_http
@@ -68,7 +67,7 @@ def prometheus(folder: Path, config: Path) -> Iterator[Prometheus]:
     argv = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     argv += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     with child(argv, folder / "prometheus.log") as process:
-        process.wait_for(lambda: _is_ready(port), "its start")
+        process.wait_for(lambda: plain_http.answers_ok(f"http://127.0.0.1:{port}/-/ready"), "its start")
         yield Prometheus(process, port)
 
 
@@ -77,10 +76,3 @@ def run_promtool(*arguments: str | Path) -> str:
     done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        return plain_http.get(f"http://127.0.0.1:{port}/-/ready").status_code == 200
-    except httpx.TransportError:
-        return False

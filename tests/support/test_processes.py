@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.nursery import run_forked
 from tests.support.processes import child
 
@@ -13,19 +15,13 @@ from tests.support.processes import child
 WRAPPER = ("sh", "-ec", 'sleep 600 & echo $!; wait "$!"')
 
 
-def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_what_a_child_started_ends_when_the_block_is_left(tmp_path: Path, was_killed: bool) -> None:
     with child(WRAPPER, tmp_path / "log") as wrapper:
         wrapper.wait_for(lambda: wrapper.output.endswith("\n"), "the program's pid")
         program = Path(f"/proc/{int(wrapper.output)}/stat")
-        assert program.exists()
-    assert not program.exists() or program.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def test_what_outlives_a_child_that_was_killed_ends_when_the_block_is_left(tmp_path: Path) -> None:
-    with child(WRAPPER, tmp_path / "log") as wrapper:
-        wrapper.wait_for(lambda: wrapper.output.endswith("\n"), "the program's pid")
-        program = Path(f"/proc/{int(wrapper.output)}/stat")
-        wrapper.kill()
+        if was_killed:
+            wrapper.kill()
         assert program.exists()
     assert not program.exists() or program.read_text().rpartition(")")[2].split()[0] == "Z"
 

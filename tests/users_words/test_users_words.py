@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from engine.args import parse_args
@@ -205,8 +204,10 @@ def test_mindies_flags_are_taken_by_our_command() -> None:
     _, *flags = command("mooncake_master", "12345").split()
     ended = run_module("kvstore_backend.cli", "master", "--print", *flags)
     assert ended.returncode == 0, ended.stderr
-    for flag in ("--eviction_high_watermark_ratio=0.8", "--eviction_ratio=0.05", "--rpc_thread_num=128"):
-        assert flag in ended.stdout
+    for word in ("--rpc_port=12345", "--eviction_high_watermark_ratio=0.8", "--eviction_ratio=0.05"):
+        assert f" {word}" in ended.stdout
+    assert " --rpc_thread_num=128" in ended.stdout
+    assert "export MOONCAKE_MASTER_SERVER_ADDR=127.0.0.1:12345" in ended.stdout
 
 
 # The guides, followed.
@@ -235,7 +236,7 @@ class Guide:
 
     def wait_for(self, process: Child, port: int) -> None:
         """Until what should listen at the guide's ``port`` does, and is healthy."""
-        process.wait_for(lambda: is_healthy(self.ports[port]), "healthy", 120)
+        process.wait_for(lambda: plain_http.answers_ok(f"http://127.0.0.1:{self.ports[port]}/health"), "healthy", 120)
 
     def shell(self, line: str) -> str:
         """What a line of the guide prints in that folder."""
@@ -258,12 +259,6 @@ class Guide:
         head = command("curl", "Hello, world!").partition(" -d ")[0].replace("52700", str(port))
         answer = self.ask(f"{head} -d @{QUESTION}")
         return int(answer["usage"]["prompt_tokens_details"]["pool_cached_tokens"])
-
-
-def is_healthy(port: int) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return plain_http.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
-    return False
 
 
 def saved_keys(guide: Guide) -> int:

@@ -201,31 +201,12 @@ async def test_a_pair_hands_every_prompt_over(tiny_checkpoint: Path, word_tokeni
 
 
 @in_event_loop
-async def test_an_abort_by_the_requests_name_ends_all_choices(generations: Generations) -> None:
-    choices = begin_endless(generations)
-    reading = asyncio.create_task(reasons_of(choices))
-    await eventually(lambda: generations.num_live == 3, "all choices to run")
-    assert generations.abort_requests(["chatcmpl-r_0"]) == ["r"]
-    assert await reading == ["abort", "abort", "abort"]
-
-
-@in_event_loop
 async def test_an_abort_before_the_first_token_ends_all_choices(engine: Engine, generations: Generations) -> None:
     choices = begin_endless(generations)
     reading = asyncio.create_task(reasons_of(choices))
     await eventually(lambda: generations.num_live, "the first choice to run")
     generations.abort_all()
     assert await reading == ["abort", "abort", "abort"]
-    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
-
-
-@in_event_loop
-async def test_a_client_that_leaves_ends_all_choices(engine: Engine, generations: Generations) -> None:
-    async with contextlib.aclosing(begin_endless(generations).pieces()) as pieces:
-        async for index, _ in pieces:
-            if index == 2:
-                break
-    assert generations.num_live == 0
     await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
 
 

@@ -74,23 +74,21 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.pool.staging.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
 
 
-@pytest.mark.parametrize("num_blocks", [64, 9], ids=["roomy", "tight"])
+@pytest.mark.parametrize("memory", ["roomy", "tight", "staged"])
 @pytest.mark.parametrize("fault", Fault)
 def test_every_request_gets_its_answer_whatever_the_pool_does(
-    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]], fault: Fault, num_blocks: int
+    tiny_checkpoint: Path,
+    store: FaultyStore,
+    answers: dict[int, list[int]],
+    fault: Fault,
+    memory: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if memory == "staged":
+        request.getfixturevalue("staged")
+    num_blocks = 9 if memory == "tight" else 64
     store.fault = fault
     with Engine(tiny_checkpoint, store=store, num_blocks=num_blocks, save_outputs=True) as engine:
-        ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS], answers)
-
-
-@pytest.mark.usefixtures("staged")
-@pytest.mark.parametrize("fault", Fault)
-def test_so_it_does_where_blocks_are_staged(
-    tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]], fault: Fault
-) -> None:
-    store.fault = fault
-    with Engine(tiny_checkpoint, store=store, save_outputs=True) as engine:
         ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS], answers)
 
 

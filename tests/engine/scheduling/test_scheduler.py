@@ -445,18 +445,19 @@ def test_those_who_wait_for_a_place_give_their_blocks_to_those_who_run() -> None
     assert (ahead.state, ahead.block_table) == (State.WAITING, [])
 
 
-def test_a_place_brings_what_others_published_since_the_blocks_were_allocated() -> None:
+@pytest.mark.parametrize("num_loaded", [0, 1])
+def test_a_place_brings_what_others_published_since_the_blocks_were_allocated(num_loaded: int) -> None:
     scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
-    first, same = sequence_of([1] * 9, 5), sequence_of([1] * 9, 5)
+    first, same = sequence_of([1] * 13, 5), sequence_of([1] * 13, 5)
     for sequence in (first, same):
         scheduler.add_sequence(sequence)
     scheduler.admit_waiting()
-    for sequence in (first, same):
-        scheduler.on_load_end(sequence, 0)
+    scheduler.on_load_end(first, 0)
+    scheduler.on_load_end(same, num_loaded)
     run(scheduler)
     scheduler.finish_sequence(first)
     scheduler.admit_waiting()
-    assert (same.num_computed, same.own_cached_tokens) == (2 * BLOCK, 2 * BLOCK)
+    assert (same.num_computed, same.own_cached_tokens) == (3 * BLOCK, (3 - num_loaded) * BLOCK)
 
 
 def test_blocks_exchanged_for_a_place_are_there_for_those_who_wait_at_once() -> None:
@@ -469,20 +470,6 @@ def test_blocks_exchanged_for_a_place_are_there_for_those_who_wait_at_once() -> 
     run(scheduler)
     scheduler.on_load_end(same, 0)
     assert scheduler.admit_waiting() == [other]
-
-
-def test_a_place_brings_more_blocks_to_a_sequence_that_has_loaded_some() -> None:
-    scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
-    first, same = sequence_of([1] * 13, 5), sequence_of([1] * 13, 5)
-    for sequence in (first, same):
-        scheduler.add_sequence(sequence)
-    scheduler.admit_waiting()
-    scheduler.on_load_end(first, 0)
-    scheduler.on_load_end(same, 1)
-    run(scheduler)
-    scheduler.finish_sequence(first)
-    scheduler.admit_waiting()
-    assert same.num_computed == 3 * BLOCK
 
 
 def test_a_prompt_that_another_instance_computed_is_not_computed_in_part_again() -> None:

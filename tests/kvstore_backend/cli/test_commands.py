@@ -368,19 +368,6 @@ def test_fastdeploys_line_for_a_master_is_taken_as_it_is() -> None:
     assert "clients on other machines need --host 0.0.0.0" in lines[3]
 
 
-def test_mindies_line_for_a_master_is_taken_as_it_is() -> None:
-    line = "--port 12345 --eviction_high_watermark_ratio 0.8 --eviction_ratio 0.05 --rpc_thread_num 128"
-    lines = kvstore("master", "--print", *line.split()).output.splitlines()
-    wanted = {
-        "--rpc_port=12345",
-        "--eviction_high_watermark_ratio=0.8",
-        "--eviction_ratio=0.05",
-        "--rpc_thread_num=128",
-    }
-    assert wanted <= set(lines[0].split())
-    assert lines[1] == "export MOONCAKE_MASTER_SERVER_ADDR=127.0.0.1:12345"
-
-
 def test_a_master_may_have_no_metadata_server_in_mooncakes_words() -> None:
     lines = kvstore("master", "--print", "--enable_http_metadata_server=false").output.splitlines()
     assert "metadata_server" not in lines[0]

@@ -43,16 +43,27 @@ def test_each_order_of_an_operator_changes_what_may_be_chosen_and_is_told_once()
     assert generations == [1] * 5
 
 
-def test_an_instance_is_unhealthy_after_the_threshold_of_failed_probes_in_a_row() -> None:
+@pytest.mark.parametrize(
+    ("before", "threshold", "passed", "after"),
+    [
+        ("healthy", 1, (False, False, True, False, False, False), "unhealthy"),
+        ("unhealthy", 2, (True, False, True, True), "healthy"),
+    ],
+)
+def test_an_instance_changes_after_the_threshold_of_probes_in_a_row(
+    before: str, threshold: int, passed: tuple[bool, ...], after: str
+) -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
+    if before == "unhealthy":
+        instance.mark_unhealthy("refused")
     states = []
-    for failed in (True, True, False, True, True, True):
-        if failed:
-            instance.record_failed_probe("no answer", threshold=3)
+    for has_passed in passed:
+        if has_passed:
+            instance.record_passed_probe(1.0, threshold)
         else:
-            instance.record_passed_probe(1.0, threshold=1)
+            instance.record_failed_probe("no answer", threshold=3)
         states.append(instance.state)
-    assert states == ["healthy"] * 5 + ["unhealthy"]
+    assert states == [before] * (len(passed) - 1) + [after]
 
 
 def test_one_good_probe_between_two_failed_ones_parts_them_whatever_its_own_threshold() -> None:
@@ -61,19 +72,6 @@ def test_one_good_probe_between_two_failed_ones_parts_them_whatever_its_own_thre
         instance.record_failed_probe("no answer", threshold=2)
         instance.record_passed_probe(1.0, threshold=2)
     assert instance.state == "healthy"
-
-
-def test_an_instance_is_healthy_after_the_threshold_of_good_probes_in_a_row() -> None:
-    instance = Registry(splitwise=True).register(registration(), now=0.0)
-    instance.mark_unhealthy("refused")
-    states = []
-    for failed in (False, True, False, False):
-        if failed:
-            instance.record_failed_probe("no answer", threshold=3)
-        else:
-            instance.record_passed_probe(1.0, threshold=2)
-        states.append(instance.state)
-    assert states == ["unhealthy"] * 3 + ["healthy"]
 
 
 def test_an_instance_that_comes_back_has_a_new_breaker() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from router.fleet.registration import Registration, Role
 from router.fleet.registry import Registry
 from router.fleet.snapshot import STALE_SECONDS, Snapshot
-from router.settings import RouterSettings, SettingsError
+from router.settings import SettingsError
 from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.support.waiting import wait_until
 
@@ -102,12 +102,14 @@ def test_a_file_of_an_earlier_version_has_no_pause_and_no_weight(path: Path) -> 
     assert [(each.draining, each.paused, each.share) for each in registry] == [(True, False, 1.0)]
 
 
-@pytest.mark.parametrize("weight", [2, -1, None, "x"])
-def test_a_file_with_an_impossible_weight_is_left_aside(
-    path: Path, caplog: pytest.LogCaptureFixture, weight: object
+@pytest.mark.parametrize(
+    "damage", [{"weight": 2}, {"weight": -1}, {"weight": None}, {"weight": "x"}, {"ordered": ["x", 1]}], ids=str
+)
+def test_a_file_with_an_impossible_weight_or_version_of_orders_is_left_aside(
+    path: Path, caplog: pytest.LogCaptureFixture, damage: dict[str, object]
 ) -> None:
     flags = {"has_heartbeat": True, "permanent": False, "draining": True}
-    entry = {"registration": dict(mixed(1).fields), **flags, "weight": weight}
+    entry = {"registration": dict(mixed(1).fields), **flags, **damage}
     path.write_bytes(orjson.dumps({**GOOD, "instances": [entry], "policies": {}}))
     registry = Registry(splitwise=False)
     snapshot(path, registry).restore(now=0.0)
@@ -326,20 +328,6 @@ def test_an_order_is_written_at_once(path: Path, make_router: MakeRouter, stand_
             return path.exists() and sign in path.read_bytes()
 
         wait_until(is_written, f"the {order} in the snapshot")
-
-
-def test_a_version_of_orders_that_is_none_is_damage(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flags = {"has_heartbeat": True, "permanent": False, "draining": True}
-    entry = {"registration": dict(mixed(1).fields), **flags, "ordered": ["x", 1]}
-    path.write_bytes(orjson.dumps({**GOOD, "instances": [entry], "policies": {}}))
-    registry = Registry(splitwise=False)
-    snapshot(path, registry).restore(now=0.0)
-    assert not list(registry)
-    assert "a version of orders is" in caplog.text
-
-
-def test_it_is_off_by_default() -> None:
-    assert RouterSettings().snapshot_path == ""
 
 
 def test_a_router_that_stops_writes_it(path: Path, make_router: MakeRouter, stand_in: MakeStandIn) -> None:

@@ -551,31 +551,23 @@ def test_a_client_that_leaves_while_it_waits_in_line_gives_up_its_place(
     assert [got.json["request_id"] for got in instance.received] == ["a", "c"]
 
 
-def test_who_finds_the_line_full_is_told_when_to_come_back(
-    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [({"max_queued_requests": 0}, "queue_full"), ({"queue_timeout_secs": 0.1}, "queue_timeout")],
+)
+def test_who_gets_no_place_in_line_or_waits_too_long_is_told_when_to_come_back(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, settings: dict[str, Any], code: str
 ) -> None:
     instance = stand_in("mixed", never_answers)
-    router = make_router(instance, max_concurrent_requests=1, max_queued_requests=0)
+    router = make_router(instance, max_concurrent_requests=1, **settings)
     connect(router).send(request())
     wait_until(lambda: instance.running == 1, "the first request")
     client = connect(router)
     client.send(request())
     status, answered, body = client.answer()
-    assert (status, json.loads(body)["error"]["code"]) == (429, "queue_full")
+    assert (status, json.loads(body)["error"]["code"]) == (429, code)
     assert int(answered["retry-after"]) >= 1
     assert "connection" not in answered
-
-
-def test_who_waits_too_long_in_line_is_told_when_to_come_back(
-    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
-) -> None:
-    instance = stand_in("mixed", never_answers)
-    router = make_router(instance, max_concurrent_requests=1, queue_timeout_secs=0.1)
-    connect(router).send(request())
-    wait_until(lambda: instance.running == 1, "the first request")
-    response = router.chat()
-    assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_timeout")
-    assert int(response.headers["retry-after"]) >= 1
 
 
 def test_a_client_that_does_not_read_keeps_its_place_no_longer_than_the_time_out(

@@ -46,10 +46,7 @@ class Router(NamedTuple):
         return [worker for nursery in children(self.process.pid) for worker in children(nursery)]
 
     def answers(self) -> bool:
-        try:
-            return plain_http.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
+        return plain_http.answers_ok(f"{self.url}/health")
 
 
 def children(pid: int) -> list[int]:

@@ -134,16 +134,6 @@ def test_messages_of_one_worker_reach_the_others_and_its_log_lines_the_log(caplo
     run_supervised(work)
 
 
-def test_a_supervisor_shows_its_workers_and_their_connections() -> None:
-    async def work(supervised: Supervised) -> None:
-        await supervised.start_ready()
-        worker = supervised.workers[0]
-        await supervised.counted(worker, 3, 1)
-        assert repr(supervised.supervisor) == f"<Supervisor [<worker {worker.task.name} 2 connections>]>"
-
-    run_supervised(work, num_workers=1)
-
-
 # Who gets a client's connection
 
 
@@ -741,20 +731,6 @@ def test_a_replacement_that_is_the_only_worker_gets_the_prefixes_of_other_router
         assert late.hear("publish") == [["", "prefixes", {"a": 1}]] * num_told
 
     run_with_others(monkeypatch, work, num_workers)
-
-
-def test_a_router_without_shared_state_has_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(supervised: Supervised) -> None:
-        await supervised.start_ready()
-        worker = supervised.workers[0]
-        worker.end(1)
-        (await supervised.wait_for_worker(1)).say("ready")
-        await until(lambda: all(each.is_ready for each in supervised.supervisor._workers.values()))
-        assert supervised.supervisor._hub.routers is None
-        assert OtherRouters.made == []
-
-    monkeypatch.setattr(module, "SharedState", OtherRouters)
-    run_supervised(work, num_workers=1)
 
 
 # The process that workers are forked from

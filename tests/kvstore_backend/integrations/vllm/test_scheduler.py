@@ -379,29 +379,20 @@ class TestLoads:
 class TestSaves:
     """What is saved, and when."""
 
-    def test_the_last_token_of_a_request_was_sampled_and_not_computed(self, instance: Instance) -> None:
-        request = make_request(20)
-        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
-        request.num_computed_tokens = 20
-        instance.scheduler.on_request_end(request, TABLE)
+    @pytest.mark.parametrize(
+        ("tokens", "computed", "table", "num_saved"),
+        [(20, 20, TABLE, 4), (30, 30, [0, 1, 2], 3), (30, 13, list(range(8)), 3)],
+        ids=["its last token was sampled", "all blocks that it has", "all blocks that were computed"],
+    )
+    def test_at_the_end_of_a_request_its_whole_computed_blocks_are_saved(
+        self, instance: Instance, tokens: int, computed: int, table: list[int], num_saved: int
+    ) -> None:
+        request = make_request(tokens)
+        instance.scheduler.on_allocation(request, lambda: table, 0)
+        request.num_computed_tokens = computed
+        instance.scheduler.on_request_end(request, table)
         (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
-        assert len(save.blocks) == 4
-
-    def test_no_more_blocks_are_saved_than_the_request_has(self, instance: Instance) -> None:
-        request = make_request(30)
-        instance.scheduler.on_allocation(request, lambda: [0, 1, 2], 0)
-        request.num_computed_tokens = 30
-        instance.scheduler.on_request_end(request, [0, 1, 2])
-        (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
-        assert list(save.blocks) == [0, 1, 2]
-
-    def test_no_more_blocks_are_saved_than_were_computed(self, instance: Instance) -> None:
-        request = make_request(30)
-        instance.scheduler.on_allocation(request, lambda: list(range(8)), 0)
-        request.num_computed_tokens = 13
-        instance.scheduler.on_request_end(request, list(range(8)))
-        (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
-        assert len(save.blocks) == 3
+        assert list(save.blocks) == table[:num_saved]
 
     def test_blocks_without_a_name_yet_are_not_saved(self, instance: Instance) -> None:
         request = make_request(22)
