@@ -12,13 +12,11 @@ receives an empty frame before the others; a REQ socket would deliver only the f
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
-import msgpack
+import msgspec
 
 __all__ = [
     "END_OF_REPLAY",
@@ -29,6 +27,7 @@ __all__ = [
     "BlockStored",
     "Event",
     "decode_batch",
+    "decode_member",
     "decode_message",
     "decode_sequence",
     "encode_batch",
@@ -43,24 +42,25 @@ BlockHash = int | bytes
 END_OF_REPLAY = -1
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlockStored(msgspec.Struct):
     """Event: successive blocks of one prefix were stored. The members have the order of the event's array form."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
     """Hash of the block before the first one. None if the prompt begins with the first one, or if the publisher does
     not know the hash."""
-    token_ids: list[int]
-    """Tokens of all blocks of the event; empty if the publisher does not know them."""
-    block_size: int
+    token_ids: list[int] | msgspec.Raw
+    """Tokens of all blocks of the event; empty if the publisher does not know them. ``decode_batch`` does not decode
+    them; ``decode_member`` does."""
+    block_size: Annotated[int, msgspec.Meta(gt=0)]
     """Tokens in a block."""
     lora_id: int | None = None
     medium: str | None = None
     """Where the blocks are, such as GPU, CPU or POOL, or None for the instance's own cache."""
     lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-    """For each block, the values other than tokens that its hash contains, such as ``[cache_salt]``, or None."""
+    extra_keys: list[Any] | msgspec.Raw | None = None
+    """For each block, the values other than tokens that its hash contains, such as ``[cache_salt]``, or None.
+    ``decode_batch`` does not decode them; ``decode_member`` does."""
     group_idx: int | None = None
     """Index of the group of layers, or None for all layers."""
     kv_cache_spec_kind: str | None = None
@@ -70,8 +70,7 @@ class BlockStored:
     """Salt of the blocks. Only SGLang sends this member; vLLM sends the salt in ``extra_keys``."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct):
     """Event: blocks were removed from ``medium``, or from the instance's own cache if this is None."""
 
     block_hashes: list[BlockHash]
@@ -79,8 +78,7 @@ class BlockRemoved:
     group_idx: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AllBlocksCleared:
+class AllBlocksCleared(msgspec.Struct):
     """Event: all blocks were removed from the publisher's own cache."""
 
 
@@ -96,27 +94,71 @@ class Batch(NamedTuple):
     data_parallel_rank: int | None
 
 
-# More than any step of an engine has; to read more would delay everything else for seconds.
-_MAX_CONTAINERS = 1_000_000
-
-_TYPES: Mapping[str, type[Event]] = {
-    "BlockStored": BlockStored,
-    "BlockRemoved": BlockRemoved,
-    "AllBlocksCleared": AllBlocksCleared,
-}
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _TYPES.values()}
 # vLLM's and SGLang's decoders require these members, even if they are None.
 _ALWAYS_WRITTEN = frozenset(
     ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
 )
+_NONE = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+# The forms in which events are received: as maps, and as arrays. A batch may have many thousands of tokens, which most
+# readers do not need. So tokens and keys are not decoded.
+class _StoredMap(BlockStored, tag_field="type", tag="BlockStored"):
+    token_ids: msgspec.Raw
+    extra_keys: msgspec.Raw = _NONE
+
+
+class _RemovedMap(BlockRemoved, tag_field="type", tag="BlockRemoved"):
+    pass
+
+
+class _ClearedMap(AllBlocksCleared, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredArray(_StoredMap, array_like=True):
+    pass
+
+
+class _RemovedArray(_RemovedMap, array_like=True):
+    pass
+
+
+class _ClearedArray(_ClearedMap, array_like=True):
+    pass
+
+
+class _MapBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_StoredMap | _RemovedMap | _ClearedMap]
+    data_parallel_rank: int | None = None
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
+    data_parallel_rank: int | None = None
+
+
+class _MixedBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+_MAPS = msgspec.msgpack.Decoder(_MapBatch)
+_ARRAYS = msgspec.msgpack.Decoder(_ArrayBatch)
+_MIXED = msgspec.msgpack.Decoder(_MixedBatch)
+_MAP = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
+_ARRAY = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_TYPES = frozenset(kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
 
 _WILDCARD = re.compile(r"tcp://(\*|0\.0\.0\.0|::|\[::\]):(?=(\d+|\*)$)", re.ASCII)
 
 
 def encode_batch(ts: float, events: Sequence[Event], rank: int | None) -> bytes:
     """Encode the events of one step; ``ts`` is Unix time in seconds, ``rank`` the data-parallel rank."""
-    packed: bytes = msgpack.packb([ts, [_encode_event(event) for event in events], rank])
-    return packed
+    return msgspec.msgpack.encode([ts, [_encode_event(event) for event in events], rank])
 
 
 def decode_batch(data: bytes) -> Batch:
@@ -125,29 +167,32 @@ def decode_batch(data: bytes) -> Batch:
     Raises:
         ValueError: the data is damaged or has another format; the message is one sentence.
     """
-    numbers = itertools.count()
-    too_many = ValueError(f"A batch of KV events has more than {_MAX_CONTAINERS} arrays and maps")
-
-    def check_container(container: Any) -> Any:
-        if next(numbers) >= _MAX_CONTAINERS:
-            raise too_many
-        return container
-
     try:
-        batch = msgpack.unpackb(data, strict_map_key=False, list_hook=check_container, object_hook=check_container)
-    except (ValueError, TypeError, RecursionError) as exc:
-        if exc is too_many:
-            raise
-        raise ValueError(f"A batch of KV events is not valid msgpack: {exc or type(exc).__name__}") from None
-    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise ValueError("A batch of KV events is not an array [ts, events, data_parallel_rank]")
-    ts, rank = batch[0], batch[2] if len(batch) > 2 else None
-    if type(ts) not in (float, int):
-        raise ValueError(f"A batch of KV events has the time {ts!r}, which is not a number")
-    if not _is_optional_int(rank):
-        raise ValueError(f"A batch of KV events has the data-parallel rank {rank!r}, which is not a number")
-    events = [event for entry in batch[1] if (event := _decode_event(entry)) is not None]
-    return Batch(float(ts), events, rank)
+        try:
+            batch: Any = _MAPS.decode(data)
+        except msgspec.ValidationError:
+            try:
+                batch = _ARRAYS.decode(data)
+            except msgspec.ValidationError:
+                batch = _MIXED.decode(data)
+                batch.events = list(_decode_mixed(batch.events))
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ValueError(f"A batch of KV events cannot be decoded: {exc or type(exc).__name__}") from None
+    return Batch(batch.ts, batch.events, batch.data_parallel_rank)
+
+
+def decode_member(member: list[Any] | msgspec.Raw | None) -> list[Any]:
+    """Decode a member of an event that ``decode_batch`` has not decoded; ``[]`` if it is None.
+
+    Raises:
+        ValueError: the member is not a list; the message is one sentence.
+    """
+    if not isinstance(member, msgspec.Raw):
+        return member or []
+    try:
+        return msgspec.msgpack.decode(member, type=list[Any] | None) or []
+    except (msgspec.MsgspecError, RecursionError) as exc:
+        raise ValueError(f"A member of a KV event cannot be decoded: {exc or type(exc).__name__}") from None
 
 
 def encode_sequence(sequence: int) -> bytes:
@@ -193,64 +238,21 @@ def name_host(endpoint: str, host: str) -> str:
 
 def _encode_event(event: Event) -> dict[str, Any]:
     members: dict[str, Any] = {"type": type(event).__name__}
-    for name in _FIELDS[type(event)]:
+    for name in event.__struct_fields__:
         value = getattr(event, name)
         if value is not None or name in _ALWAYS_WRITTEN:
             members[name] = value
     return members
 
 
-def _decode_event(entry: Any) -> Event | None:
-    """Decode an event in map form or array form; return None if the event's type is unknown."""
-    if isinstance(entry, dict):
-        name, members = entry.get("type"), entry
-    elif isinstance(entry, list) and entry:
-        name, members = entry[0], {}
-    else:
-        raise ValueError("A KV event is neither a map with its type nor an array that begins with it")
-    if not isinstance(name, str):
-        raise ValueError(f"A KV event has the type {name!r}, which is not a string")
-    kind = _TYPES.get(name)
-    if kind is None:
-        return None
-    if isinstance(entry, list):
-        members = dict(zip(_FIELDS[kind], entry[1:], strict=False))
-    values = {member: members[member] for member in _FIELDS[kind] if member in members}
-    for member, value in values.items():
-        if not _CHECKS[member](value):
-            raise ValueError(f"The KV event {name} has a wrong {member}: {str(value)[:80]}")
-    try:
-        return kind(**values)
-    except TypeError:
-        missing = "block_hashes" if "block_hashes" not in values else "parent_block_hash, token_ids or block_size"
-        raise ValueError(f"The KV event {name} lacks {missing}") from None
+def _decode_mixed(events: list[msgspec.Raw]) -> Iterator[Event]:
+    """Decode events in map form or array form. Events of unknown types are omitted.
 
-
-def _is_hash(value: Any) -> bool:
-    return type(value) in _HASH_TYPES
-
-
-def _is_optional_int(value: Any) -> bool:
-    return value is None or type(value) is int
-
-
-def _is_optional_text(value: Any) -> bool:
-    return value is None or type(value) is str
-
-
-# Sets, because a batch may have thousands of tokens.
-_INT_TYPES, _HASH_TYPES = frozenset({int}), frozenset({int, bytes})
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "block_hashes": lambda value: isinstance(value, list) and _HASH_TYPES.issuperset(map(type, value)),
-    "parent_block_hash": lambda value: value is None or _is_hash(value),
-    "token_ids": lambda value: isinstance(value, list) and _INT_TYPES.issuperset(map(type, value)),
-    "block_size": lambda value: type(value) is int and value > 0,
-    "lora_id": _is_optional_int,
-    "medium": _is_optional_text,
-    "lora_name": _is_optional_text,
-    "extra_keys": lambda value: value is None or isinstance(value, list),
-    "group_idx": _is_optional_int,
-    "kv_cache_spec_kind": _is_optional_text,
-    "kv_cache_spec_sliding_window": _is_optional_int,
-    "cache_salt": _is_optional_text,
-}
+    Raises:
+        msgspec.MsgspecError: an event is damaged.
+    """
+    for data in events:
+        event = msgspec.msgpack.decode(data, type=dict[str, Any] | list[Any])
+        kind = event.get("type") if isinstance(event, dict) else event[0] if event else None
+        if not isinstance(kind, str) or kind in _TYPES:
+            yield (_MAP if isinstance(event, dict) else _ARRAY).decode(data)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from engine.scheduling.request import Sequence
 from kvcommon.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event

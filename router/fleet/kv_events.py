@@ -24,8 +24,10 @@ import itertools
 import logging
 import time
 from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcommon.kv_events import (
@@ -36,6 +38,7 @@ from kvcommon.kv_events import (
     BlockRemoved,
     BlockStored,
     decode_batch,
+    decode_member,
     decode_message,
     encode_sequence,
 )
@@ -43,7 +46,7 @@ from kvcommon.waiting import wait_for_event
 from router.policies import CachedBlocks, PlacedPrompt, Policy, PrefixPolicy, pack_tokens, seed_of
 
 if TYPE_CHECKING:
-    import zmq.asyncio
+    import zmq
 
     from router.fleet.registration import Role
     from router.fleet.registry import Registry
@@ -52,13 +55,15 @@ __all__ = ["KvEventReader", "Publisher"]
 
 _log = logging.getLogger("router.fleet.kv_events")
 
+# Time for which arriving batches are collected. Reading several at once takes less CPU time than reading each at once.
+_COLLECT_SECONDS = 0.05
 # Number of batches that are applied before other work runs. A batch takes about 20 microseconds.
 _BATCHES_AT_ONCE = 20
 _REPLAY_SECONDS = 2.0
 # A replay is requested again if batches are missing in it, but not more often than this.
 _MAX_REPLAYS = 50
-_VERIFY_MILLISECONDS = 1000
-_RECHECK_MILLISECONDS = 5000
+_VERIFY_SECONDS, _RECHECK_SECONDS = 1.0, 5.0
+_HEARTBEAT_MILLISECONDS = 5000
 _SETTLE_SECONDS = 0.1
 _OWN_MEDIA = (None, "GPU", "gpu")
 # Maximum size of a batch. A batch with a million tokens has 6 MB.
@@ -124,7 +129,7 @@ class KvEventReader:
 
         self._zmq = zmq
         # Publishers have a ZeroMQ thread of their own, because resolving a publisher's host name may block this thread.
-        self._context, self._publishers_context = zmq.asyncio.Context(), zmq.asyncio.Context()
+        self._context, self._publishers_context = zmq.Context(), zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_535)  # three for each instance; the default is 1,023
         self.publishers: dict[str, Publisher] = {}
         """The publishers by key. ``update_publishers`` changes this dictionary."""
@@ -133,6 +138,9 @@ class KvEventReader:
         self._policies = {role: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
         self._publish = publish
         self._feeds: dict[str, _Feed] = {}
+        self._readable: deque[_Feed] = deque()
+        """The feeds that have unread batches, in the order of arrival."""
+        self._timer: asyncio.Handle | None = None
         self._arrived = asyncio.Event()
         registry.events.arrivals.subscribe(lambda _: self._arrived.set())
 
@@ -154,6 +162,8 @@ class KvEventReader:
                 busy = any(not feed.cache.is_settled for feed in self._feeds.values())
                 await wait_for_event(self._arrived, _SETTLE_SECONDS if busy else 1.0)
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -210,7 +220,7 @@ class KvEventReader:
         key, feed = followed.key, None
         context = self._publishers_context if policy is self._publishers_policy else self._context
         try:
-            feed = self._feeds[key] = _Feed(self._zmq, context, followed, policy)
+            feed = self._feeds[key] = _Feed(self._zmq, context, followed, policy, self._on_readable)
             await feed.follow()
         except Exception:
             _log.exception("the KV events of %s are not followed any more", key)
@@ -224,6 +234,19 @@ class KvEventReader:
                         policy.forget_instance(key)
                     followed.cache_known = None
                 feed.close()
+
+    def _on_readable(self, feed: _Feed) -> None:
+        """Read the batches of a feed soon."""
+        self._readable.append(feed)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self._read_feed)
+
+    def _read_feed(self) -> None:
+        """Apply batches of one feed, and continue after other work has run."""
+        feed = self._readable.popleft()
+        if feed.read_batches():
+            self._readable.append(feed)
+        self._timer = asyncio.get_running_loop().call_soon(self._read_feed) if self._readable else None
 
     def _settle(self) -> None:
         """Associate the waiting prompts with their blocks, and send the associations to the other processes."""
@@ -240,8 +263,20 @@ class KvEventReader:
 class _Feed:
     """Reads the KV events of one instance or publisher."""
 
-    def __init__(self, zmq: Any, context: zmq.asyncio.Context, followed: _Followed, policy: PrefixPolicy) -> None:
+    def __init__(
+        self,
+        zmq: Any,
+        context: zmq.Context[Any],
+        followed: _Followed,
+        policy: PrefixPolicy,
+        on_readable: Callable[[_Feed], None],
+    ) -> None:
+        """
+        Args:
+            on_readable: called when batches have arrived. It must make ``read_batches`` be called.
+        """
         self._zmq, self._context, self._followed, self._policy = zmq, context, followed, policy
+        self._on_readable = on_readable
         self._key = followed.key
         self.source: Mapping[str, str] = followed.kv_events
         self._lora_name = followed.lora_name if isinstance(followed, Publisher) else ""
@@ -252,18 +287,28 @@ class _Feed:
         """The last batch that was applied."""
         self._last_ts = 0.0
         self._lacks_events = False
-        self._is_verified = False
-        """Whether a replay, after a pause, has shown that no batch was lost. Without a replay, a loss is noticed only
-        when a later batch arrives.
-        """
+        self._has_read = False
+        """Whether a batch was read since the last pause."""
+        self._is_waiting = False
+        """Whether ``on_readable`` was called, and ``read_batches`` was not called after that."""
+        self._is_behind = False
+        """Whether batches must be replayed before further ones are read."""
+        self._early: tuple[int, bytes, Batch] | None = None
+        """A batch that arrived before the replay of the batches before it."""
+        self._wake = asyncio.Event()
+        self._failure: Exception | None = None
         self._group: int | None = None
-        self._socket = self._make_socket(zmq.SUB)
+        self._socket = self._make_socket(zmq.Socket, zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 100_000)
         # Heartbeats detect a host that has failed without closing its connections.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _RECHECK_MILLISECONDS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _RECHECK_MILLISECONDS)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MILLISECONDS)
         self._socket.setsockopt(zmq.SUBSCRIBE, self.source.get("topic", "").encode())
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self._on_arrival)
+        self._loop.add_reader(self._monitor.FD, self._on_connection)
+        self._monitor.getsockopt(zmq.EVENTS)  # a socket sends its first signal only after it was found empty
         try:
             self._socket.connect(self.source["endpoint"])
         except zmq.ZMQError:
@@ -272,8 +317,8 @@ class _Feed:
         self.cache = policy.watch_cache(self._key)
         followed.cache_known = "degraded"
 
-    def _make_socket(self, kind: int) -> Any:
-        socket = self._context.socket(kind)
+    def _make_socket(self, make: type[Any], kind: int) -> Any:
+        socket = make(self._context, kind)
         socket.setsockopt(self._zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         if isinstance(self._followed, Publisher):
             socket.setsockopt(self._zmq.RECONNECT_IVL, _RETRY_MILLISECONDS)
@@ -291,6 +336,8 @@ class _Feed:
 
     def close(self) -> None:
         """Close the connections of this feed."""
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -300,55 +347,90 @@ class _Feed:
         return self._policy.settle_cache(self._key)
 
     async def follow(self) -> None:
-        """Read and apply the events, until this task is cancelled."""
-        poller = self._zmq.asyncio.Poller()
-        poller.register(self._socket, self._zmq.POLLIN)
-        poller.register(self._monitor, self._zmq.POLLIN)
+        """Request the missing batches from the instance when necessary, until this task is cancelled.
+
+        A replay after a pause shows whether the last batches were lost. Without it, a loss is noticed only when a later
+        batch arrives.
+        """
+        can_replay, is_verified = bool(self.source.get("replay_endpoint")), False
         while True:
-            ready = dict(await poller.poll(_RECHECK_MILLISECONDS if self._is_verified else _VERIFY_MILLISECONDS))
-            if self._monitor in ready:
-                self._is_verified = False
-                await self._on_connection(await self._monitor.recv_multipart())
-            elif self._socket in ready:
-                self._is_verified = False
-                await self._read_batches()
-            elif self.source.get("replay_endpoint"):
-                self._is_verified = await self._catch_up()
+            was_woken = await wait_for_event(self._wake, _RECHECK_SECONDS if is_verified else _VERIFY_SECONDS)
+            if self._failure is not None:
+                raise self._failure
+            is_quiet, self._has_read = not self._has_read, False
+            if was_woken or (is_quiet and can_replay):
+                self._wake.clear()
+                self._is_behind = True
+                is_verified = await self._catch_up() and not was_woken
+                early, self._early = self._early, None
+                if early is not None and early[0] == self._expected:
+                    self._apply(*early)
+                    self._set_exact(not self._lacks_events)
+                self._is_behind = self._wake.is_set()
+                self._read_soon()
             else:
-                self._is_verified = True
+                is_verified = is_quiet
 
-    async def _on_connection(self, frames: list[bytes]) -> None:
+    def read_batches(self) -> bool:
+        """Apply batches that have arrived, at most ``_BATCHES_AT_ONCE``; return whether there may be more of them."""
+        self._is_waiting = False
+        if self._failure is not None or self._socket.closed:
+            return False
+        try:
+            for _ in range(_BATCHES_AT_ONCE):
+                if self._is_behind:
+                    return False  # after the replay, ``follow`` calls ``on_readable``
+                frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
+                self._has_read = True
+                try:
+                    number, data = decode_message(frames)
+                except ValueError as exc:
+                    self._on_damage(exc)
+                else:
+                    self._on_batch(number, data, self._decode(data))
+        except self._zmq.Again:
+            return False
+        except Exception as exc:
+            self._failure = exc
+            self._wake.set()
+            return False
+        self._is_waiting = True
+        return True
+
+    def _on_arrival(self) -> None:
+        """Handle a signal of the socket. It sends no further signal until all batches were read."""
+        if self._socket.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
+            self._read_soon()
+
+    def _read_soon(self) -> None:
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._on_readable(self)
+
+    def _on_connection(self) -> None:
         """Handle that the connection to the instance was opened or lost."""
-        self._is_connected = int.from_bytes(frames[0][:2], "little") != self._zmq.EVENT_DISCONNECTED
-        if not self._is_connected:
-            self._set_exact(False)
-            _log.info("the connection for the KV events of %s was lost", self._key)
-        else:
-            await self._catch_up()
-
-    async def _read_batches(self) -> None:
-        """Apply the batches that have arrived; at most ``_BATCHES_AT_ONCE``, so that other work can run."""
-        for _ in range(_BATCHES_AT_ONCE):
-            try:
-                frames = await self._socket.recv_multipart(self._zmq.NOBLOCK)
-            except self._zmq.Again:
-                break
-            try:
-                number, data = decode_message(frames)
-            except ValueError as exc:
-                self._on_damage(exc)
-                continue
-            batch = self._decode(data)
-            is_restarted = number < self._expected and batch.ts > self._last_ts
-            if number > self._expected or is_restarted:
+        while self._monitor.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
+            event = int.from_bytes(self._monitor.recv_multipart()[0][:2], "little")
+            self._is_connected = event != self._zmq.EVENT_DISCONNECTED
+            if self._is_connected:
+                self._is_behind = True
+                self._wake.set()
+            else:
                 self._set_exact(False)
-                await self._catch_up()
-                if not self.source.get("replay_endpoint"):
-                    self._skip_to(number, is_restarted=is_restarted)
-            if number == self._expected:
-                self._apply(number, data, batch)
-                self._set_exact(not self._lacks_events)
-        await asyncio.sleep(0)
+                _log.info("the connection for the KV events of %s was lost", self._key)
+
+    def _on_batch(self, number: int, data: bytes, batch: Batch) -> None:
+        is_restarted = number < self._expected and batch.ts > self._last_ts
+        if number > self._expected or is_restarted:
+            self._set_exact(False)
+            if self.source.get("replay_endpoint"):
+                self._is_behind, self._early = True, (number, data, batch)
+                self._wake.set()
+                return
+            self._skip_to(number, is_restarted=is_restarted)
+        if number == self._expected:
+            self._apply(number, data, batch)
+            self._set_exact(not self._lacks_events)
 
     def _skip_to(self, number: int, *, is_restarted: bool) -> None:
         """Continue with the batch ``number``, because the batches before it are missing and cannot be replayed."""
@@ -410,7 +492,7 @@ class _Feed:
             asyncio.TimeoutError: the instance does not respond.
             ValueError: the response has another format.
         """
-        socket = self._make_socket(self._zmq.DEALER)
+        socket = self._make_socket(self._zmq.asyncio.Socket, self._zmq.DEALER)
         socket.setsockopt(self._zmq.RCVHWM, 0)  # no limit, because ZeroMQ would drop the batches beyond it
         try:
             socket.connect(endpoint)
@@ -431,17 +513,27 @@ class _Feed:
     def _apply(self, number: int, data: bytes, batch: Batch) -> None:
         self._expected, self._last, self._last_ts = number + 1, data, batch.ts
         self._lacks_events &= number > 0
+        removed: list[BlockHash] = []
         for event in batch.events:
+            if isinstance(event, BlockRemoved):
+                if self._is_own(event):
+                    removed += event.block_hashes  # vLLM sends an event for each block
+                continue
+            self.cache.remove_blocks(removed)
+            removed = []
             if isinstance(event, AllBlocksCleared):
                 self._policy.empty_cache(self._key)
                 self._lacks_events = False
-            elif event.medium not in _OWN_MEDIA or self._is_of_other_group(event):
-                continue
-            elif isinstance(event, BlockStored):
-                tokens, seed = _name_blocks(event, self._lora_name)
-                self.cache.store_blocks(event.block_hashes, event.parent_block_hash, event.block_size, tokens, seed)
-            else:
-                self.cache.remove_blocks(event.block_hashes)
+            elif self._is_own(event):
+                event.token_ids = event.token_ids.copy()  # otherwise it would keep the whole batch in memory
+                event.extra_keys = event.extra_keys and event.extra_keys.copy()
+                read_tokens = partial(_read_tokens, event, self._lora_name)
+                self.cache.store_blocks(event.block_hashes, event.parent_block_hash, event.block_size, read_tokens)
+        self.cache.remove_blocks(removed)
+
+    def _is_own(self, event: BlockStored | BlockRemoved) -> bool:
+        """Return whether the event is about the own cache of the instance, in the group of layers that is read."""
+        return event.medium in _OWN_MEDIA and not self._is_of_other_group(event)
 
     def _is_of_other_group(self, event: BlockStored | BlockRemoved) -> bool:
         """Return whether the event is about another group of layers than the first event.
@@ -479,22 +571,24 @@ class _Feed:
             _log.info("the cache of %s is %s", self._key, "known exactly" if is_exact else "not known exactly")
 
 
-def _name_blocks(event: BlockStored, lora_name: str) -> tuple[bytes, int]:
+def _read_tokens(event: BlockStored, lora_name: str) -> tuple[bytes, int]:
     """Return the tokens of the event's leading blocks, as bytes, and the seed for hashing them.
 
     The blocks end before the first one that has further keys, because of an image or of embeddings in place of tokens.
     The seed depends on the LoRA adapter and the salt.
     """
     salt, count = event.cache_salt or "", len(event.block_hashes)
-    for place, keys in enumerate(event.extra_keys or ()):
-        others = [key for key in keys if key != event.lora_name] if isinstance(keys, (list, tuple)) else keys
-        if others and place == 0 and event.parent_block_hash is None and len(others) == 1 and type(others[0]) is str:
-            salt = others[0]
-        elif others:
-            count = place
-            break
     try:
-        tokens = pack_tokens(event.token_ids[: count * event.block_size])
-    except OverflowError:
+        for place, keys in enumerate(decode_member(event.extra_keys)):
+            listed = keys if isinstance(keys, list) else [] if keys is None else [keys]
+            others = [key for key in listed if key != event.lora_name]
+            if [type(key) for key in others] == [str] and place == 0 and event.parent_block_hash is None:
+                salt = others[0]
+            elif others:
+                count = place
+                break
+        tokens = pack_tokens(decode_member(event.token_ids)[: count * event.block_size])
+    except (ValueError, TypeError, OverflowError) as exc:
+        _log.warning("the tokens of a KV event cannot be read: %s", exc)
         tokens = b""
     return tokens, seed_of(event.lora_name or lora_name, salt)

@@ -9,10 +9,11 @@ the prompt's chunks from the policy's index.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, takewhile
+from dataclasses import dataclass, field
+from itertools import chain, count, groupby, repeat, takewhile
 from typing import NamedTuple
 
 import xxhash
@@ -22,13 +23,15 @@ from router.policies.block_names import SEED, hash_contents, name_next
 __all__ = ["BlockHash", "CachedBlocks", "PlacedPrompt"]
 
 BlockHash = int | bytes
+ReadTokens = Callable[[], tuple[bytes, int]]
+"""Returns the tokens of an event's first blocks, as bytes, and the seed for their names (see ``block_names``)."""
 
 # Times after a response. Before the first, its events may not have arrived, and a chain of another request could fit by
 # mistake. After the second, no more events are expected, and the prompt is given up.
-_SETTLE_SECONDS = 0.1
+_SETTLE_SECONDS = 0.2
 _MAX_SETTLE_SECONDS = 5.0
-# Seconds for which a block is listed as recent, because the request that stored it may still run. It leaves the list
-# after at most twice this time.
+# Seconds for which a run is listed as recent, because the request that stored it may still be running. It leaves the
+# list after at most twice this time.
 _RECENT_SECONDS = 600.0
 
 
@@ -53,16 +56,49 @@ class PlacedPrompt(NamedTuple):
     """Time at which the response ended, by the policy's clock."""
 
 
-class _Block(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Successive cached blocks of one prefix, which one event has stored.
+
+    A run has no object for each block, because an instance may have a million blocks, and events about thousands of
+    them arrive each second.
+    """
+
+    hashes: list[BlockHash]
     parent: BlockHash | None
-    end: int
-    """Number of tokens from the beginning of the prompt to the end of this block; 0 if the beginning is unknown."""
+    """Hash of the block before the first one; None if the first one begins a prompt."""
+    before: _Run | None
+    """The run that has ``parent``; None if that block is not cached."""
+    start: int
+    """Number of tokens of the prompt before the first block; -1 if it is unknown."""
     size: int
+    """Number of tokens in each block."""
     stored_at: float
-    name: int | None
-    """Name of this block (see ``block_names``); None if its tokens are unknown."""
-    seed: int
-    """Seed for the names of this block and of the blocks after it."""
+    read_tokens: ReadTokens | None
+    """Returns the tokens of the first blocks; None if they are unknown, or if the blocks have names."""
+    seed: int = SEED
+    names: list[int] | None = None
+    """Names of the first blocks (see ``block_names``), computed with ``seed``; None if they are unknown, or not
+    computed yet."""
+    behind: dict[_Run, None] = field(default_factory=dict)
+    """The runs whose ``before`` is this run."""
+    chunks: dict[int, float] = field(default_factory=dict)
+    """The prompt chunks that end in these blocks. The value is the number of tokens up to the end of the chunk."""
+    tips: dict[int, _Tip] = field(default_factory=dict)
+    """The tips that are in these blocks, by ``_Tip.chunk``."""
+    is_leaf: bool = False
+    """Whether the last block is the last block of an associated prompt."""
+
+    @property
+    def end(self) -> int:
+        """Number of tokens from the beginning of the prompt to the end of the last block."""
+        return self.start + len(self.hashes) * self.size
+
+    def find_end(self, block: BlockHash) -> int:
+        """Return the number of tokens from the beginning of the prompt to the end of one of these blocks."""
+        if block == self.hashes[-1]:
+            return self.end
+        return self.start + (self.hashes.index(block) + 1) * self.size
 
 
 @dataclass(slots=True)
@@ -71,19 +107,19 @@ class _Tip:
 
     chunk: int
     """Hash of the prompt's last whole chunk."""
+    run: _Run
+    """The run that has the last cached block."""
     end: int
     """Number of cached tokens, as the engine counts them."""
     prompt_end: int
     """Number of tokens up to the end of the last block that has only prompt tokens."""
-    block: BlockHash
-    """The last cached block."""
     tokens_per_chunk: float
     num_rest_bytes: int
     rest_digest: int
 
 
 class CachedBlocks:
-    """The cached blocks of one instance, as a tree in which each block follows its parent."""
+    """The cached blocks of one instance, as a tree of runs."""
 
     def __init__(
         self, drop_chunks: Callable[[Iterable[int]], None], clock: Callable[[], float] = time.monotonic
@@ -96,38 +132,38 @@ class CachedBlocks:
         """Whether all events of the instance up to now were applied."""
         self._drop_chunks = drop_chunks
         self._clock = clock
-        self._blocks: dict[BlockHash, _Block] = {}
-        self._by_name: dict[int, BlockHash] = {}
-        self._children: dict[BlockHash, list[BlockHash]] = {}
-        self._chunks_at: dict[BlockHash, list[int]] = {}
-        self._block_of: dict[int, BlockHash] = {}
-        """For each chunk, the block in which it ends."""
+        self._run_of: dict[BlockHash, _Run] = {}
+        """The run of each cached block."""
+        self._size = 0
+        self._orphans: dict[BlockHash, dict[_Run, None]] = {}
+        """The runs whose parent is not cached, by the parent's hash."""
+        self._by_name: dict[int, BlockHash] | None = None
+        """The block of each name; None until it is needed, because most routers get no queries for names."""
+        self._run_of_chunk: dict[int, _Run] = {}
+        """For each chunk of an associated prompt, the run in which it ends."""
         self._tips: dict[int, _Tip] = {}
         """The tip of each associated prompt, by the prompt's last whole chunk."""
-        self._tips_at: dict[BlockHash, list[_Tip]] = {}
-        self._leaves: set[BlockHash] = set()
-        """The last blocks of associated prompts."""
-        # Recently stored blocks, by the number of tokens up to their ends. Two generations, as in ``PrefixIndex``.
-        self._recent: dict[int, list[tuple[float, BlockHash]]] = {}
-        self._less_recent: dict[int, list[tuple[float, BlockHash]]] = {}
+        # Recently stored runs, by the number of tokens up to their ends. Two generations, as in ``PrefixIndex``.
+        self._recent: dict[int, list[_Run]] = {}
+        self._less_recent: dict[int, list[_Run]] = {}
         self._turned_at = clock()
         self._pending: list[PlacedPrompt] = []
         self._named: list[tuple[PlacedPrompt, BlockHash]] = []
         """Prompts with a last block that another process has found, until the event for this block arrives."""
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._run_of)
 
     def __iter__(self) -> Iterator[BlockHash]:
-        return iter(self._blocks)
+        return iter(self._run_of)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._blocks
+        return block in self._run_of
 
     @property
     def chunks(self) -> Iterable[int]:
         """The prompt chunks that the instance is known to have cached."""
-        return self._block_of.keys()
+        return self._run_of_chunk.keys()
 
     @property
     def is_settled(self) -> bool:
@@ -137,7 +173,7 @@ class CachedBlocks:
     @property
     def block_size(self) -> int:
         """Number of tokens in each block; 0 if there are no blocks."""
-        return next(iter(self._blocks.values())).size if self._blocks else 0
+        return self._size if self._run_of else 0
 
     def count_named(self, names: Iterable[int]) -> int:
         """Return the number of leading blocks of a prompt that are cached.
@@ -145,7 +181,7 @@ class CachedBlocks:
         Args:
             names: names of the prompt's blocks, in order; see ``block_names``.
         """
-        return sum(1 for _ in takewhile(self._by_name.__contains__, names))
+        return sum(1 for _ in takewhile(self._index_names().__contains__, names))
 
     def count_leading(self, hashes: Iterable[BlockHash]) -> int:
         """Return the number of leading blocks of a prompt that are cached.
@@ -153,15 +189,15 @@ class CachedBlocks:
         Args:
             hashes: for each block of the prompt, in order, its hash in the instance's events, or its name.
         """
-        return sum(1 for _ in takewhile(lambda each: each in self._blocks or each in self._by_name, hashes))
+        by_name = self._index_names()
+        return sum(1 for _ in takewhile(lambda each: each in self._run_of or each in by_name, hashes))
 
     def store_blocks(
         self,
         hashes: Sequence[BlockHash],
         parent: BlockHash | None,
         block_size: int,
-        tokens: bytes = b"",
-        seed: int = SEED,
+        read_tokens: ReadTokens | None = None,
     ) -> None:
         """Add a chain of blocks that the instance has stored.
 
@@ -169,79 +205,40 @@ class CachedBlocks:
             hashes: the blocks, in order.
             parent: the block before the first one; None if the first block begins a prompt.
             block_size: number of tokens in each block.
-            tokens: the tokens of the first blocks. Blocks without tokens get no names.
-            seed: seed for the names if the first block begins a prompt; otherwise the seed of ``parent`` is used.
+            read_tokens: returns the tokens of the first blocks, and a seed, which is used if the first block begins a
+                prompt. Blocks without tokens get no names.
         """
         now = self._clock()
+        self._size = block_size
         if now - self._turned_at > _RECENT_SECONDS:
             self._recent, self._less_recent, self._turned_at = {}, self._recent, now
-        end, name = 0, None
-        if parent is not None:
-            before = self._blocks.get(parent)
-            if before is None or not before.end:
-                end = -1
+        if self._run_of.keys().isdisjoint(hashes):
+            self._store_run(hashes, parent, block_size, now, read_tokens)
+            return
+        # Some blocks are stored a second time, by a request that ran at the same time. They stay where they are.
+        for run, group in groupby(dict.fromkeys(hashes), self._find_placed):
+            blocks = list(group)
+            if run is None:
+                self._remove(blocks)
+                self._store_run(blocks, parent, block_size, now, None)
             else:
-                end, name, seed = before.end, before.name, before.seed
-            if name is None:
-                tokens = b""
-        contents = hash_contents(tokens, block_size, seed)
-        for block in hashes:
-            content = next(contents, None)
-            name = None if content is None else name_next(name, content)
-            known = self._blocks.get(block)
-            if known is not None and known.end:  # stored twice: keeps its end, so that parents always end earlier
-                name = name if known.name is None else known.name
-                self._blocks[block] = known._replace(stored_at=now, name=name)
-                end = known.end
-            else:
-                end = end + block_size if end >= 0 else -1
-                if known is None and parent is not None:
-                    self._children.setdefault(parent, []).append(block)
-                parent = parent if known is None else known.parent
-                self._blocks[block] = _Block(parent, max(0, end), block_size, now, name, seed)
-            if name is not None:
-                self._by_name[name] = block
-            if end > 0:
-                self._recent.setdefault(end, []).append((now, block))
-            parent = block
+                run.stored_at = now
+                if blocks[-1] == run.hashes[-1]:
+                    self._recent.setdefault(run.end, []).append(run)
+            parent = blocks[-1]
 
-    def remove_blocks(self, hashes: Iterable[BlockHash]) -> None:
+    def remove_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Remove blocks that the instance has evicted. Blocks after an evicted block are cached, but cannot be used."""
-        lost: list[int] = []
-        seen: set[BlockHash] = set()
-        for block in hashes:
-            known = self._blocks.pop(block, None)
-            if known is None:
-                continue
-            if known.name is not None and self._by_name.get(known.name) == block:
-                del self._by_name[known.name]
-            if known.parent is not None:
-                siblings = self._children[known.parent]
-                siblings.remove(block)
-                if not siblings:
-                    del self._children[known.parent]
-            if block not in self._children and block not in self._chunks_at and block not in self._tips_at:
-                self._leaves.discard(block)  # most blocks: nothing is associated with them or follows them
-            elif block not in seen:
-                self._cut_subtree(block, known, lost, seen)
-        if lost:
+        if lost := self._remove(hashes):
             self._drop_chunks(lost)
 
     def clear(self) -> None:
         """Remove all blocks, and all prompts that wait for events."""
-        lost = list(self._block_of)
-        for each in (
-            self._blocks,
-            self._by_name,
-            self._children,
-            self._chunks_at,
-            self._block_of,
-            self._tips,
-            self._tips_at,
-            self._leaves,
-        ):
+        lost = list(self._run_of_chunk)
+        for each in (self._run_of, self._orphans, self._run_of_chunk, self._tips, self._recent, self._less_recent):
             each.clear()
-        self._recent, self._less_recent = {}, {}
+        if self._by_name is not None:
+            self._by_name.clear()
         self._pending.clear()
         self._named.clear()
         if lost:
@@ -277,7 +274,7 @@ class CachedBlocks:
         self._pending = waiting
         named, self._named = self._named, []
         for prompt, leaf in named:
-            if leaf in self._blocks:
+            if leaf in self._run_of:
                 self.associate(prompt, leaf)
             elif now - prompt.ended_at < _MAX_SETTLE_SECONDS:
                 self._named.append((prompt, leaf))
@@ -285,30 +282,30 @@ class CachedBlocks:
 
     def associate(self, prompt: PlacedPrompt, leaf: BlockHash) -> None:
         """Associate a prompt with the chain that ends with the block ``leaf``. Does nothing if ``leaf`` was removed."""
-        if leaf not in self._blocks:
+        run = self._run_of.get(leaf)
+        if run is None or run.start < 0:
             return
-        self._leaves.add(leaf)
-        self._add_tip(prompt, leaf)
-        block, known = leaf, self._blocks[leaf]
-        for place in range(len(prompt.chunks) - 1, -1, -1):
-            chunk_end = (place + 1) * prompt.tokens_per_chunk
-            while known.end - known.size >= chunk_end:
-                before = self._find_parent(block)
-                if before is None:
-                    return  # the block before this one was removed, so the earlier chunks have no blocks
-                block, known = before, self._blocks[before]
-            chunk = prompt.chunks[place]
-            at = self._block_of.get(chunk)
-            if at == block:
-                break  # the chunks before this one are associated, too
-            if at is not None:
-                self._chunks_at[at].remove(chunk)
-            self._block_of[chunk] = block
-            self._chunks_at.setdefault(block, []).append(chunk)
+        end = run.find_end(leaf)
+        run.is_leaf |= end == run.end
+        self._add_tip(prompt, run, end)
+        chunks, per_chunk = prompt.chunks, prompt.tokens_per_chunk
+        place = len(chunks)
+        above: _Run | None = run
+        while above is not None and place:
+            first = min(place, int(above.start / per_chunk))
+            mine = chunks[first:place]
+            if mine and self._run_of_chunk.get(mine[0]) is self._run_of_chunk.get(mine[-1]) is above:
+                break  # these chunks are associated, and so are the chunks before them
+            self._place_chunks(mine, above, (first + 1) * per_chunk, per_chunk)
+            place, above = first, above.before
+        for chunk in reversed(chunks):  # the last chunks may end after the last whole block, which they belong to
+            if run.chunks.get(chunk, 0) <= end:
+                break
+            run.chunks[chunk] = end
 
     def has_chunk(self, chunk: int) -> bool:
         """Return whether the instance has the block in which this chunk ends, as far as its events say."""
-        return chunk in self._block_of
+        return chunk in self._run_of_chunk
 
     def find_end(self, chunk: int, text: bytes) -> tuple[int, float] | None:
         """Return the number of leading tokens of a prompt that the instance has cached; None if it is unknown.
@@ -330,115 +327,287 @@ class CachedBlocks:
         end = tip.end if len(text) > tip.num_rest_bytes else min(tip.end, tip.prompt_end)
         return end, tip.tokens_per_chunk
 
+    def _find_placed(self, block: BlockHash) -> _Run | None:
+        """Return the run of a cached block whose place in the prompt is known."""
+        run = self._run_of.get(block)
+        return None if run is None or run.start < 0 else run
+
+    def _store_run(
+        self,
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None,
+        size: int,
+        now: float,
+        read_tokens: ReadTokens | None,
+    ) -> None:
+        """Add blocks that are not cached as one run."""
+        before = None if parent is None else self._run_of.get(parent)
+        start = 0
+        if parent is not None:
+            start = -1 if before is None or before.start < 0 else before.find_end(parent)
+        run = _Run(list(hashes), parent, before, start, size, now, read_tokens)
+        placed = dict.fromkeys(hashes, run)
+        if len(placed) < len(hashes):  # an event with errors
+            run.hashes, run.read_tokens = list(placed), None
+        self._run_of.update(placed)
+        self._link(run)
+        if start >= 0:
+            self._recent.setdefault(run.end, []).append(run)
+        if self._by_name is not None:
+            self._name_run(run)
+        if self._orphans:
+            for block in [block for block in placed if block in self._orphans]:
+                self._adopt(block, run)
+
+    def _link(self, run: _Run) -> None:
+        if run.before is not None:
+            run.before.behind[run] = None
+        elif run.parent is not None:
+            self._orphans.setdefault(run.parent, {})[run] = None
+
+    def _unlink(self, run: _Run) -> None:
+        if run.before is not None:
+            del run.before.behind[run]
+        elif run.parent is not None:
+            orphans = self._orphans[run.parent]
+            del orphans[run]
+            if not orphans:
+                del self._orphans[run.parent]
+
+    def _adopt(self, block: BlockHash, run: _Run) -> None:
+        """Link the runs after ``block``, which was stored again, with the run that has it now."""
+        end = run.find_end(block)
+        for orphan in list(self._orphans[block]):
+            # If the block was stored again in another chain, it ends elsewhere, and the chain of the orphan is broken.
+            if run.start >= 0 and orphan.start == end:
+                self._unlink(orphan)
+                orphan.before = run
+                self._link(orphan)
+
+    def _remove(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Remove blocks, and return the prompt chunks that were lost. Blocks that are not cached are ignored."""
+        lost: list[int] = []
+        at = 0
+        for run, group in groupby(map(self._run_of.pop, hashes, repeat(None))):
+            end = at + len(list(group))
+            if run is not None:
+                self._cut(run, list(hashes[at:end]), lost)
+            at = end
+        return lost
+
+    def _cut(self, run: _Run, removed: list[BlockHash], lost: list[int]) -> None:
+        """Remove blocks from a run. The blocks after them become runs of their own, whose parents are not cached."""
+        self._forget_recent(run)
+        keep = len(run.hashes) - len(removed)
+        tail = run.hashes[keep:]
+        rest: list[_Run] = []
+        if keep and tail != removed[::-1] and tail != removed:  # in the usual order, the last blocks are evicted first
+            gone = set(removed)
+            keep = next(place for place, block in enumerate(run.hashes) if block in gone)
+            rest = self._split(run, keep, gone)
+        end = run.start + keep * run.size
+        if self._by_name is not None:
+            self._forget_names(run, keep, removed)
+        del run.hashes[keep:]
+        run.is_leaf = False
+        self._lose(run, end, run if keep else run.before, lost)
+        for each in [each for each in run.behind if each.start > end or run.start < 0]:
+            self._lose_subtree(each, end, run if keep else run.before, lost)
+            del run.behind[each]
+            each.before = next((piece for piece in (run, *rest) if each.parent in piece.hashes), None)
+            self._link(each)
+        if not keep:
+            self._unlink(run)
+            run.read_tokens = None
+
+    def _split(self, run: _Run, keep: int, gone: set[BlockHash]) -> list[_Run]:
+        """Return new runs with the blocks of ``run`` from ``keep`` on that are not in ``gone``."""
+        pieces = []
+        at = keep
+        for is_gone, group in groupby(run.hashes[keep:], gone.__contains__):
+            blocks = list(group)
+            if not is_gone:
+                start = run.start + at * run.size if run.start >= 0 else -1
+                parent = run.hashes[at - 1]
+                piece = _Run(blocks, parent, None, start, run.size, run.stored_at, None, run.seed)
+                piece.names = run.names and run.names[at : at + len(blocks)]
+                self._run_of.update(dict.fromkeys(blocks, piece))
+                self._link(piece)
+                pieces.append(piece)
+            at += len(blocks)
+        return pieces
+
+    def _lose_subtree(self, root: _Run, end: int, last: _Run | None, lost: list[int]) -> None:
+        """Remove the prompts' associations with ``root`` and with all runs after it, because a block before is gone."""
+        stack = [root]
+        while stack:
+            run = stack.pop()
+            stack += run.behind
+            run.is_leaf = False
+            self._lose(run, end, last, lost)
+
+    def _lose(self, run: _Run, end: int, last: _Run | None, lost: list[int]) -> None:
+        """Remove the prompts' associations with the blocks of ``run`` after ``end`` tokens.
+
+        Args:
+            last: the run that has the last cached block before ``end``; None if there is none.
+            lost: gets the lost chunks.
+        """
+        for chunk in [chunk for chunk, chunk_end in run.chunks.items() if chunk_end > end]:
+            del run.chunks[chunk], self._run_of_chunk[chunk]
+            self._remove_tip(chunk)
+            lost.append(chunk)
+        for tip in [tip for tip in run.tips.values() if tip.end > end]:
+            if last is None:
+                self._remove_tip(tip.chunk)
+            else:
+                del run.tips[tip.chunk]
+                tip.end, tip.run = end, last
+                last.tips[tip.chunk] = tip
+
+    def _place_chunks(self, chunks: Sequence[int], run: _Run, first_end: float, per_chunk: float) -> None:
+        """Associate chunks with the run in which they end; ``first_end`` is the end of the first one, in tokens."""
+        if not self._run_of_chunk.keys().isdisjoint(chunks):
+            for chunk in chunks:
+                if other := self._run_of_chunk.get(chunk):
+                    del other.chunks[chunk]
+        self._run_of_chunk.update(dict.fromkeys(chunks, run))
+        run.chunks.update(zip(chunks, count(first_end, per_chunk), strict=False))
+
+    def _forget_recent(self, run: _Run) -> None:
+        """Delete a run from the recent runs, because its end changes."""
+        for recent in (self._recent, self._less_recent):
+            runs = recent.get(run.end)
+            if runs and run in runs:
+                runs.remove(run)
+                if not runs:
+                    del recent[run.end]
+
     def _find_leaf(self, prompt: PlacedPrompt) -> BlockHash | None:
-        """Return the last whole block of a prompt; None if no chain of blocks fits, or several fit."""
-        size = next(iter(self._blocks.values())).size if self._blocks else 1
+        """Return the last whole block of a prompt; None if no chain of blocks fits, or several fit.
+
+        An engine stores the last whole block of a prompt when it has computed the prompt, so that a run ends there.
+        """
+        size = self._size or 1
         end = prompt.prompt_tokens // size * size
-        start = next((self._block_of[c] for c in reversed(prompt.chunks) if c in self._block_of), None)
+        known = next((chunk for chunk in reversed(prompt.chunks) if chunk in self._run_of_chunk), None)
         cached = prompt.cached_tokens
-        fitting: set[BlockHash] = set()
+        fitting: list[_Run] = []
         if cached is None or cached < end:  # otherwise the instance stored no block for this prompt
-            for at, block in chain(reversed(self._recent.get(end, ())), reversed(self._less_recent.get(end, ()))):
-                if at < prompt.sent_at or len(fitting) > 1:
+            for run in chain(reversed(self._recent.get(end, ())), reversed(self._less_recent.get(end, ()))):
+                if run.stored_at < prompt.sent_at or len(fitting) > 1:
                     break
-                is_free = block in self._blocks and block not in self._leaves
-                if is_free and (start is None or self._is_behind(block, start)):
-                    fitting.add(block)
-        if cached is None and start is None:
+                is_free = run.hashes and run.end == end and not run.is_leaf and run not in fitting
+                if is_free and (known is None or self._is_behind(run, known)):
+                    fitting.append(run)
+        if cached is None and known is None:
             return None
         if len(fitting) == 1:
-            return next(iter(fitting))
-        if fitting or start is None or cached is None or cached < end - size:
+            return fitting[0].hashes[-1]
+        if fitting or known is None or cached is None or cached < end - size:
             return None
-        return self._descend(start, end)  # the whole prompt was cached, so its chain continues the known one
+        return self._descend(known, end)  # the whole prompt was cached, so its chain continues the known one
 
-    def _is_behind(self, block: BlockHash, start: BlockHash) -> bool:
-        """Return whether ``block`` is ``start`` or a block after it in the same chain."""
-        end = self._blocks[start].end
-        at: BlockHash | None = block
-        while at is not None and self._blocks[at].end > end:
-            at = self._find_parent(at)
-        return at == start
+    def _find_block_end(self, chunk: int) -> tuple[_Run, int]:
+        """Return the run in which an associated chunk ends, and the number of tokens up to the end of its block."""
+        run = self._run_of_chunk[chunk]
+        num_blocks = max(1, math.ceil((run.chunks[chunk] - run.start) / run.size))
+        return run, min(run.end, run.start + num_blocks * run.size)
 
-    def _find_parent(self, block: BlockHash) -> BlockHash | None:
-        """Return the cached block before ``block``; None if ``block`` begins a prompt, or its parent was removed."""
-        known = self._blocks[block]
-        before = None if known.parent is None else self._blocks.get(known.parent)
-        # If the parent was removed and stored again in another chain, it ends elsewhere, and this chain is broken.
-        return known.parent if before is not None and before.end == known.end - known.size else None
+    def _is_behind(self, run: _Run, chunk: int) -> bool:
+        """Return whether the chain of ``run`` has the block in which ``chunk`` ends."""
+        start, end = self._find_block_end(chunk)
+        at: _Run | None = run
+        while at is not None and at.start >= end:
+            at = at.before
+        return at is start
 
-    def _list_children(self, block: BlockHash) -> list[BlockHash]:
-        """Return the cached blocks that follow ``block`` directly."""
-        return [child for child in self._children.get(block, ()) if self._find_parent(child) == block]
-
-    def _descend(self, block: BlockHash, end: int) -> BlockHash | None:
-        """Return the block after ``block`` that ends at ``end`` tokens; None if the chain ends or branches before."""
-        while self._blocks[block].end < end:
-            children = self._list_children(block)
-            if len(children) != 1:
+    def _descend(self, chunk: int, end: int) -> BlockHash | None:
+        """Return the block that ends at ``end`` tokens, after the one in which ``chunk`` ends; None if the chain ends
+        or branches before.
+        """
+        run, at = self._find_block_end(chunk)
+        while True:
+            most = min(end, run.end)
+            if any(at <= each.start < most for each in run.behind):
                 return None
-            block = children[0]
-        return block if self._blocks[block].end == end else None
+            if end <= run.end:
+                place, odd = divmod(end - run.start, run.size)
+                return run.hashes[place - 1] if end >= at and not odd else None
+            following = [each for each in run.behind if each.start == run.end]
+            if len(following) != 1:
+                return None
+            run, at = following[0], run.end
 
-    def _add_tip(self, prompt: PlacedPrompt, leaf: BlockHash) -> None:
+    def _add_tip(self, prompt: PlacedPrompt, run: _Run, prompt_end: int) -> None:
         """Store how many tokens of the prompt and its response are cached."""
         chunk = prompt.chunks[-1]
         self._remove_tip(chunk)
-        last, end = leaf, self._blocks[leaf].end
-        while (block := self._find_next(last, prompt)) is not None:
-            last, end = block, self._blocks[block].end
-        tip = _Tip(
-            chunk,
-            end,
-            self._blocks[leaf].end,
-            last,
-            prompt.tokens_per_chunk,
-            len(prompt.rest),
-            xxhash.xxh3_64_intdigest(prompt.rest),
-        )
-        self._tips[chunk] = tip
-        self._tips_at.setdefault(last, []).append(tip)
+        end = prompt_end
+        while (found := self._find_next(run, end, prompt)) is not None:
+            run = found
+            last_whole = run.start + (prompt.total_tokens - run.start) // run.size * run.size
+            end = min(run.end, last_whole, *(each.start for each in run.behind if each.start > end))
+        digest = xxhash.xxh3_64_intdigest(prompt.rest)
+        tip = _Tip(chunk, run, end, prompt_end, prompt.tokens_per_chunk, len(prompt.rest), digest)
+        self._tips[chunk] = run.tips[chunk] = tip
 
-    def _find_next(self, block: BlockHash, prompt: PlacedPrompt) -> BlockHash | None:
-        """Return the block after ``block`` with tokens of the response to ``prompt``; None if none or several fit."""
-        behind = self._list_children(block)
-        if len(behind) > 1:
-            behind = [child for child in behind if self._blocks[child].stored_at >= prompt.sent_at]
-        if len(behind) != 1 or self._blocks[behind[0]].end > prompt.total_tokens:
+    def _find_next(self, run: _Run, end: int, prompt: PlacedPrompt) -> _Run | None:
+        """Return the run with the block after ``end`` tokens, if this block has tokens of the response to ``prompt``.
+
+        Returns:
+            None if no block or several blocks fit.
+        """
+        following = [each for each in run.behind if each.start == end]
+        if run.end > end:
+            following.append(run)
+        if len(following) > 1:
+            following = [each for each in following if each.stored_at >= prompt.sent_at]
+        if len(following) != 1 or end + following[0].size > prompt.total_tokens:
             return None
-        return behind[0]
+        return following[0]
 
     def _remove_tip(self, chunk: int) -> None:
         tip = self._tips.pop(chunk, None)
         if tip is not None:
-            tips = self._tips_at[tip.block]
-            tips.remove(tip)
-            if not tips:
-                del self._tips_at[tip.block]
+            del tip.run.tips[chunk]
 
-    def _cut_subtree(self, root: BlockHash, removed: _Block, lost: list[int], seen: set[BlockHash]) -> None:
-        """Remove the prompts' associations with ``root``, which was removed, and with all blocks after it.
+    def _index_names(self) -> dict[int, BlockHash]:
+        """Return the block of each name. The first call computes the names of all blocks."""
+        if self._by_name is None:
+            self._by_name = {}
+            roots = [run for run in dict.fromkeys(self._run_of.values()) if run.before is None]
+            while roots:
+                run = roots.pop()
+                self._name_run(run)
+                roots += run.behind
+        return self._by_name
 
-        Args:
-            removed: the data of ``root``.
-            lost: gets the chunks of these prompts.
-            seen: the blocks that were processed; this method adds to it.
-        """
-        stack, parent = [root], removed.parent
-        seen.add(root)
-        while stack:
-            block = stack.pop()
-            behind = [child for child in self._children.get(block, ()) if child not in seen]
-            seen.update(behind)  # events with errors may form a cycle
-            stack += behind
-            self._leaves.discard(block)
-            for chunk in self._chunks_at.pop(block, ()):
-                del self._block_of[chunk]
-                self._remove_tip(chunk)
-                lost.append(chunk)
-            for tip in self._tips_at.pop(block, ()):  # the blocks before ``root`` are still cached
-                if parent is None:
-                    del self._tips[tip.chunk]
-                else:
-                    tip.end, tip.block = removed.end - removed.size, parent
-                    self._tips_at.setdefault(parent, []).append(tip)
+    def _name_run(self, run: _Run) -> None:
+        """Compute the names of a run's blocks; those of the runs before it are known."""
+        assert self._by_name is not None
+        if run.read_tokens is None or (run.before is None and run.parent is not None):
+            return
+        tokens, run.seed = run.read_tokens()
+        name: int | None = None
+        if run.before is not None:
+            place = (run.start - run.before.start) // run.before.size - 1
+            if not run.before.names or not 0 <= place < len(run.before.names):
+                return
+            name, run.seed = run.before.names[place], run.before.seed
+        run.names, run.read_tokens = [], None
+        for content, block in zip(hash_contents(tokens, run.size, run.seed), run.hashes, strict=False):
+            name = name_next(name, content)
+            run.names.append(name)
+            self._by_name[name] = block
+
+    def _forget_names(self, run: _Run, keep: int, removed: Sequence[BlockHash]) -> None:
+        """Remove the names of removed blocks, and from ``run`` the names of all blocks from ``keep`` on."""
+        assert self._by_name is not None
+        if not run.names:
+            return
+        gone = set(removed)
+        for block, name in zip(run.hashes[keep:], run.names[keep:], strict=False):
+            if block in gone and self._by_name.get(name) == block:
+                del self._by_name[name]
+        del run.names[keep:]
