@@ -519,8 +519,9 @@ class _Feed:
                 if self._is_own(event):
                     removed += event.block_hashes  # vLLM sends an event for each block
                 continue
-            self.cache.remove_blocks(removed)
-            removed = []
+            if removed:
+                self.cache.remove_blocks(removed)
+                removed = []
             if isinstance(event, AllBlocksCleared):
                 self._policy.empty_cache(self._key)
                 self._lacks_events = False
@@ -529,7 +530,8 @@ class _Feed:
                 event.extra_keys = event.extra_keys and event.extra_keys.copy()
                 read_tokens = partial(_read_tokens, event, self._lora_name)
                 self.cache.store_blocks(event.block_hashes, event.parent_block_hash, event.block_size, read_tokens)
-        self.cache.remove_blocks(removed)
+        if removed:
+            self.cache.remove_blocks(removed)
 
     def _is_own(self, event: BlockStored | BlockRemoved) -> bool:
         """Return whether the event is about the own cache of the instance, in the group of layers that is read."""

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import chain, count, groupby, repeat, takewhile
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ ReadTokens = Callable[[], tuple[bytes, int]]
 """Returns the tokens of an event's first blocks, as bytes, and the seed for their names (see ``block_names``)."""
 
 # Times after a response. Before the first, its events may not have arrived, and a chain of another request could fit by
-# mistake. After the second, no more events are expected, and the prompt is given up.
+# mistake. A search without a result is repeated after twice the time, until the second time. Then no more events are
+# expected, and the prompt is given up.
 _SETTLE_SECONDS = 0.2
 _MAX_SETTLE_SECONDS = 5.0
 # Seconds for which a run is listed as recent, because the request that stored it may still be running. It leaves the
@@ -147,7 +149,9 @@ class CachedBlocks:
         self._recent: dict[int, list[_Run]] = {}
         self._less_recent: dict[int, list[_Run]] = {}
         self._turned_at = clock()
-        self._pending: list[PlacedPrompt] = []
+        self._pending: list[tuple[float, int, PlacedPrompt]] = []
+        """A heap of the prompts without known blocks: the time of the next search, a unique number, the prompt."""
+        self._num_noted = 0
         self._named: list[tuple[PlacedPrompt, BlockHash]] = []
         """Prompts with a last block that another process has found, until the event for this block arrives."""
 
@@ -254,7 +258,8 @@ class CachedBlocks:
         if leaf is not None:
             self._named.append((prompt, leaf))
         elif prompt.chunks:
-            self._pending.append(prompt)
+            self._num_noted += 1
+            heappush(self._pending, (prompt.ended_at + _SETTLE_SECONDS, self._num_noted, prompt))
 
     def settle(self) -> list[tuple[PlacedPrompt, BlockHash]]:
         """Associate the waiting prompts with their blocks. Return each prompt that was associated, and its last block.
@@ -262,16 +267,14 @@ class CachedBlocks:
         A prompt without a fitting chain waits longer, because its events may arrive late. Prompts with a last block
         that another process has found are associated, too, but not returned.
         """
-        now, found, waiting = self._clock(), [], []
-        for prompt in self._pending:
-            waited = now - prompt.ended_at
-            leaf = self._find_leaf(prompt) if waited >= _SETTLE_SECONDS else None
-            if leaf is not None:
+        now, found = self._clock(), []
+        while self._pending and self._pending[0][0] <= now:
+            _, number, prompt = heappop(self._pending)
+            if (leaf := self._find_leaf(prompt)) is not None:
                 self.associate(prompt, leaf)
                 found.append((prompt, leaf))
-            elif waited < _MAX_SETTLE_SECONDS:
-                waiting.append(prompt)
-        self._pending = waiting
+            elif (waited := now - prompt.ended_at) < _MAX_SETTLE_SECONDS:
+                heappush(self._pending, (prompt.ended_at + 2 * waited, number, prompt))
         named, self._named = self._named, []
         for prompt, leaf in named:
             if leaf in self._run_of:

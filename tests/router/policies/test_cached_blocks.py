@@ -174,6 +174,7 @@ def test_a_prompt_waits_for_events_that_come_late() -> None:
     assert cache.settle() == []
     assert not cache.is_settled
     cache.store_blocks([1, 2], None, 100)
+    clock.now += 1
     assert [leaf for _, leaf in cache.settle()] == [2]
     assert cache.is_settled
 
