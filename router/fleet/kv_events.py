@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from kvcommon.kv_events import (
     END_OF_REPLAY,
     AllBlocksCleared,
@@ -66,6 +68,8 @@ _VERIFY_SECONDS, _RECHECK_SECONDS = 1.0, 5.0
 _HEARTBEAT_MILLISECONDS = 5000
 _SETTLE_SECONDS = 0.1
 _OWN_MEDIA = (None, "GPU", "gpu")
+# The tokens of an event with at most this number of blocks are stored in a form that needs less memory.
+_FEW_BLOCKS = 4
 # Maximum size of a batch. A batch with a million tokens has 6 MB.
 _MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 # The first and the longest pause before the router connects to a publisher again. They are long, because the address of
@@ -526,12 +530,23 @@ class _Feed:
                 self._policy.empty_cache(self._key)
                 self._lacks_events = False
             elif self._is_own(event):
-                event.token_ids = event.token_ids.copy()  # otherwise it would keep the whole batch in memory
-                event.extra_keys = event.extra_keys and event.extra_keys.copy()
-                read_tokens = partial(_read_tokens, event, self._lora_name)
-                self.cache.store_blocks(event.block_hashes, event.parent_block_hash, event.block_size, read_tokens)
+                self._store_blocks(event)
         if removed:
             self.cache.remove_blocks(removed)
+
+    def _store_blocks(self, event: BlockStored) -> None:
+        hashes, parent, size = event.block_hashes, event.parent_block_hash, event.block_size
+        try:
+            num_plain, salt = _count_plain(event)
+        except ValueError as exc:
+            self._on_damage(exc)
+            num_plain, salt = 0, ""
+        seed = seed_of(event.lora_name or self._lora_name, salt)
+        if len(hashes) <= _FEW_BLOCKS:
+            self.cache.store_blocks(hashes, parent, size, _pack_first(event.token_ids, num_plain * size), seed)
+        else:  # a copy of the tokens, because otherwise the whole batch would stay in memory
+            pack = partial(_pack_first, event.token_ids.copy(), num_plain * size)
+            self.cache.store_blocks(hashes, parent, size, pack, seed)
 
     def _is_own(self, event: BlockStored | BlockRemoved) -> bool:
         """Return whether the event is about the own cache of the instance, in the group of layers that is read."""
@@ -573,24 +588,30 @@ class _Feed:
             _log.info("the cache of %s is %s", self._key, "known exactly" if is_exact else "not known exactly")
 
 
-def _read_tokens(event: BlockStored, lora_name: str) -> tuple[bytes, int]:
-    """Return the tokens of the event's leading blocks, as bytes, and the seed for hashing them.
+def _count_plain(event: BlockStored) -> tuple[int, str]:
+    """Return the number of the event's leading blocks that only tokens and salt identify, and the salt.
 
-    The blocks end before the first one that has further keys, because of an image or of embeddings in place of tokens.
-    The seed depends on the LoRA adapter and the salt.
+    The other blocks have further keys, because of an image or of embeddings in place of tokens.
+
+    Raises:
+        ValueError: the keys are damaged.
     """
-    salt, count = event.cache_salt or "", len(event.block_hashes)
+    salt = event.cache_salt or ""
+    for place, keys in enumerate(decode_member(event.extra_keys)):
+        if keys is None:
+            continue
+        others = [key for key in keys if key != event.lora_name] if isinstance(keys, list) else [keys]
+        if [type(key) for key in others] == [str] and place == 0 and event.parent_block_hash is None:
+            salt = others[0]
+        elif others:
+            return place, salt
+    return len(event.block_hashes), salt
+
+
+def _pack_first(token_ids: list[int] | msgspec.Raw, count: int) -> bytes:
+    """Return the first ``count`` tokens of an event as bytes; none if they are damaged."""
     try:
-        for place, keys in enumerate(decode_member(event.extra_keys)):
-            listed = keys if isinstance(keys, list) else [] if keys is None else [keys]
-            others = [key for key in listed if key != event.lora_name]
-            if [type(key) for key in others] == [str] and place == 0 and event.parent_block_hash is None:
-                salt = others[0]
-            elif others:
-                count = place
-                break
-        tokens = pack_tokens(decode_member(event.token_ids)[: count * event.block_size])
+        return pack_tokens(decode_member(token_ids)[:count])
     except (ValueError, TypeError, OverflowError) as exc:
         _log.warning("the tokens of a KV event cannot be read: %s", exc)
-        tokens = b""
-    return tokens, seed_of(event.lora_name or lora_name, salt)
+        return b""

@@ -14,25 +14,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import chain, count, groupby, repeat, takewhile
+from itertools import chain, count, groupby, pairwise, repeat, takewhile
 from typing import NamedTuple
 
 import xxhash
 
-from router.policies.block_names import SEED, hash_contents, name_next
+from router.policies.block_names import SEED, TOKEN_BYTES, hash_contents, name_next
 
 __all__ = ["BlockHash", "CachedBlocks", "PlacedPrompt"]
 
 BlockHash = int | bytes
-ReadTokens = Callable[[], tuple[bytes, int]]
-"""Returns the tokens of an event's first blocks, as bytes, and the seed for their names (see ``block_names``)."""
+Tokens = bytes | bytearray | Callable[[], bytes]
+"""Tokens of successive blocks, or a function that returns them."""
 
 # Times after a response. Before the first, its events may not have arrived, and a chain of another request could fit by
 # mistake. A search without a result is repeated after twice the time, until the second time. Then no more events are
 # expected, and the prompt is given up.
 _SETTLE_SECONDS = 0.2
 _MAX_SETTLE_SECONDS = 5.0
-# Seconds for which a run is listed as recent, because the request that stored it may still be running. It leaves the
+# Seconds for which a block is listed as recent, because the request that stored it may still be running. It leaves the
 # list after at most twice this time.
 _RECENT_SECONDS = 600.0
 
@@ -60,13 +60,12 @@ class PlacedPrompt(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Successive cached blocks of one prefix, which one event has stored.
+    """Successive cached blocks of one prefix. One or several events have stored them.
 
     A run has no object for each block, because an instance may have a million blocks, and events about thousands of
     them arrive each second.
     """
 
-    hashes: list[BlockHash]
     parent: BlockHash | None
     """Hash of the block before the first one; None if the first one begins a prompt."""
     before: _Run | None
@@ -75,21 +74,22 @@ class _Run:
     """Number of tokens of the prompt before the first block; -1 if it is unknown."""
     size: int
     """Number of tokens in each block."""
+    seed: int
+    """Seed for the names of these blocks."""
     stored_at: float
-    read_tokens: ReadTokens | None
-    """Returns the tokens of the first blocks; None if they are unknown, or if the blocks have names."""
-    seed: int = SEED
-    names: list[int] | None = None
-    """Names of the first blocks (see ``block_names``), computed with ``seed``; None if they are unknown, or not
-    computed yet."""
+    """Time of the last event."""
+    hashes: list[BlockHash] = field(default_factory=list)
+    names: list[int] = field(default_factory=list)
+    """Names of the first blocks, as far as they were computed; see ``block_names``."""
+    unnamed: list[tuple[int, Tokens]] = field(default_factory=list)
+    """Tokens of the blocks that have no names yet: the place of the first block in ``hashes``, and the tokens from
+    there on."""
     behind: dict[_Run, None] = field(default_factory=dict)
     """The runs whose ``before`` is this run."""
     chunks: dict[int, float] = field(default_factory=dict)
     """The prompt chunks that end in these blocks. The value is the number of tokens up to the end of the chunk."""
     tips: dict[int, _Tip] = field(default_factory=dict)
     """The tips that are in these blocks, by ``_Tip.chunk``."""
-    is_leaf: bool = False
-    """Whether the last block is the last block of an associated prompt."""
 
     @property
     def end(self) -> int:
@@ -101,6 +101,29 @@ class _Run:
         if block == self.hashes[-1]:
             return self.end
         return self.start + (self.hashes.index(block) + 1) * self.size
+
+    def add_blocks(self, hashes: Iterable[BlockHash], tokens: Tokens, now: float) -> None:
+        """Add blocks at the end. The tokens may be those of the first ones only."""
+        place = len(self.hashes)
+        self.hashes += hashes
+        self.stored_at = now
+        if isinstance(tokens, bytes) and self.unnamed:
+            first, known = self.unnamed[-1]
+            if isinstance(known, bytearray) and len(known) == (place - first) * self.size * TOKEN_BYTES:
+                known += tokens
+                return
+        if tokens:
+            self.unnamed.append((place, bytearray(tokens) if isinstance(tokens, bytes) else tokens))
+
+    def keep_blocks(self, count: int) -> None:
+        """Remove all blocks but the first ``count`` ones."""
+        del self.hashes[count:], self.names[count:]
+        while self.unnamed and self.unnamed[-1][0] >= count:
+            self.unnamed.pop()
+        if self.unnamed:
+            first, tokens = self.unnamed[-1]
+            if isinstance(tokens, bytearray):
+                del tokens[(count - first) * self.size * TOKEN_BYTES :]
 
 
 @dataclass(slots=True)
@@ -145,9 +168,12 @@ class CachedBlocks:
         """For each chunk of an associated prompt, the run in which it ends."""
         self._tips: dict[int, _Tip] = {}
         """The tip of each associated prompt, by the prompt's last whole chunk."""
-        # Recently stored runs, by the number of tokens up to their ends. Two generations, as in ``PrefixIndex``.
-        self._recent: dict[int, list[_Run]] = {}
-        self._less_recent: dict[int, list[_Run]] = {}
+        self._leaves: set[BlockHash] = set()
+        """The last blocks of associated prompts."""
+        # The last block of each recent event, and the time of the event, by the number of tokens up to the block's end.
+        # Two generations, as in ``PrefixIndex``.
+        self._recent: dict[int, list[tuple[float, BlockHash]]] = {}
+        self._less_recent: dict[int, list[tuple[float, BlockHash]]] = {}
         self._turned_at = clock()
         self._pending: list[tuple[float, int, PlacedPrompt]] = []
         """A heap of the prompts without known blocks: the time of the next search, a unique number, the prompt."""
@@ -201,7 +227,8 @@ class CachedBlocks:
         hashes: Sequence[BlockHash],
         parent: BlockHash | None,
         block_size: int,
-        read_tokens: ReadTokens | None = None,
+        tokens: Tokens = b"",
+        seed: int = SEED,
     ) -> None:
         """Add a chain of blocks that the instance has stored.
 
@@ -209,26 +236,27 @@ class CachedBlocks:
             hashes: the blocks, in order.
             parent: the block before the first one; None if the first block begins a prompt.
             block_size: number of tokens in each block.
-            read_tokens: returns the tokens of the first blocks, and a seed, which is used if the first block begins a
-                prompt. Blocks without tokens get no names.
+            tokens: tokens of the first blocks. Blocks without tokens get no names.
+            seed: seed for the names if the first block begins a prompt; otherwise the seed of ``parent`` is used.
         """
+        if not hashes:
+            return
         now = self._clock()
         self._size = block_size
         if now - self._turned_at > _RECENT_SECONDS:
             self._recent, self._less_recent, self._turned_at = {}, self._recent, now
         if self._run_of.keys().isdisjoint(hashes):
-            self._store_run(hashes, parent, block_size, now, read_tokens)
+            self._store_run(hashes, parent, block_size, now, tokens, seed)
             return
         # Some blocks are stored a second time, by a request that ran at the same time. They stay where they are.
         for run, group in groupby(dict.fromkeys(hashes), self._find_placed):
             blocks = list(group)
             if run is None:
                 self._remove(blocks)
-                self._store_run(blocks, parent, block_size, now, None)
+                self._store_run(blocks, parent, block_size, now, b"", seed)
             else:
                 run.stored_at = now
-                if blocks[-1] == run.hashes[-1]:
-                    self._recent.setdefault(run.end, []).append(run)
+                self._recent.setdefault(run.find_end(blocks[-1]), []).append((now, blocks[-1]))
             parent = blocks[-1]
 
     def remove_blocks(self, hashes: Sequence[BlockHash]) -> None:
@@ -239,10 +267,9 @@ class CachedBlocks:
     def clear(self) -> None:
         """Remove all blocks, and all prompts that wait for events."""
         lost = list(self._run_of_chunk)
-        for each in (self._run_of, self._orphans, self._run_of_chunk, self._tips, self._recent, self._less_recent):
+        for each in (self._run_of, self._orphans, self._run_of_chunk, self._tips, self._leaves, self._by_name or {}):
             each.clear()
-        if self._by_name is not None:
-            self._by_name.clear()
+        self._recent, self._less_recent = {}, {}
         self._pending.clear()
         self._named.clear()
         if lost:
@@ -289,17 +316,19 @@ class CachedBlocks:
         if run is None or run.start < 0:
             return
         end = run.find_end(leaf)
-        run.is_leaf |= end == run.end
+        self._leaves.add(leaf)
         self._add_tip(prompt, run, end)
         chunks, per_chunk = prompt.chunks, prompt.tokens_per_chunk
         place = len(chunks)
         above: _Run | None = run
         while above is not None and place:
             first = min(place, int(above.start / per_chunk))
-            mine = chunks[first:place]
-            if mine and self._run_of_chunk.get(mine[0]) is self._run_of_chunk.get(mine[-1]) is above:
-                break  # these chunks are associated, and so are the chunks before them
-            self._place_chunks(mine, above, (first + 1) * per_chunk, per_chunk)
+            known = place - 1
+            while known >= first and self._run_of_chunk.get(chunks[known]) is not above:
+                known -= 1
+            self._place_chunks(chunks[known + 1 : place], above, (known + 2) * per_chunk, per_chunk)
+            if known >= first:
+                break  # the chunks before this one are associated, too
             place, above = first, above.before
         for chunk in reversed(chunks):  # the last chunks may end after the last whole block, which they belong to
             if run.chunks.get(chunk, 0) <= end:
@@ -341,21 +370,24 @@ class CachedBlocks:
         parent: BlockHash | None,
         size: int,
         now: float,
-        read_tokens: ReadTokens | None,
+        tokens: Tokens,
+        seed: int,
     ) -> None:
-        """Add blocks that are not cached as one run."""
+        """Add blocks that are not cached: to the run that ends with their parent, or as a new run."""
         before = None if parent is None else self._run_of.get(parent)
-        start = 0
-        if parent is not None:
-            start = -1 if before is None or before.start < 0 else before.find_end(parent)
-        run = _Run(list(hashes), parent, before, start, size, now, read_tokens)
+        if before is not None and before.hashes[-1] == parent and before.size == size and not before.behind:
+            run = before
+        else:
+            start = 0
+            if parent is not None:
+                start = -1 if before is None or before.start < 0 else before.find_end(parent)
+            run = _Run(parent, before, start, size, seed if before is None else before.seed, now)
+            self._link(run)
         placed = dict.fromkeys(hashes, run)
-        if len(placed) < len(hashes):  # an event with errors
-            run.hashes, run.read_tokens = list(placed), None
+        run.add_blocks(placed, tokens if len(placed) == len(hashes) else b"", now)
         self._run_of.update(placed)
-        self._link(run)
-        if start >= 0:
-            self._recent.setdefault(run.end, []).append(run)
+        if run.start >= 0:
+            self._recent.setdefault(run.end, []).append((now, run.hashes[-1]))
         if self._by_name is not None:
             self._name_run(run)
         if self._orphans:
@@ -400,28 +432,29 @@ class CachedBlocks:
 
     def _cut(self, run: _Run, removed: list[BlockHash], lost: list[int]) -> None:
         """Remove blocks from a run. The blocks after them become runs of their own, whose parents are not cached."""
-        self._forget_recent(run)
         keep = len(run.hashes) - len(removed)
         tail = run.hashes[keep:]
         rest: list[_Run] = []
         if keep and tail != removed[::-1] and tail != removed:  # in the usual order, the last blocks are evicted first
             gone = set(removed)
             keep = next(place for place, block in enumerate(run.hashes) if block in gone)
+            tail = run.hashes[keep:]
             rest = self._split(run, keep, gone)
         end = run.start + keep * run.size
-        if self._by_name is not None:
-            self._forget_names(run, keep, removed)
-        del run.hashes[keep:]
-        run.is_leaf = False
-        self._lose(run, end, run if keep else run.before, lost)
+        self._leaves.difference_update(tail)
+        for name, block in zip(run.names[keep:], tail, strict=False):
+            if self._by_name and self._by_name.get(name) == block and block not in self._run_of:
+                del self._by_name[name]
+        run.keep_blocks(keep)
+        last = run if keep else run.before
+        self._lose(run, end, last, lost)
         for each in [each for each in run.behind if each.start > end or run.start < 0]:
-            self._lose_subtree(each, end, run if keep else run.before, lost)
+            self._lose_subtree(each, end, last, lost)
             del run.behind[each]
             each.before = next((piece for piece in (run, *rest) if each.parent in piece.hashes), None)
             self._link(each)
         if not keep:
             self._unlink(run)
-            run.read_tokens = None
 
     def _split(self, run: _Run, keep: int, gone: set[BlockHash]) -> list[_Run]:
         """Return new runs with the blocks of ``run`` from ``keep`` on that are not in ``gone``."""
@@ -432,8 +465,8 @@ class CachedBlocks:
             if not is_gone:
                 start = run.start + at * run.size if run.start >= 0 else -1
                 parent = run.hashes[at - 1]
-                piece = _Run(blocks, parent, None, start, run.size, run.stored_at, None, run.seed)
-                piece.names = run.names and run.names[at : at + len(blocks)]
+                piece = _Run(parent, None, start, run.size, run.seed, run.stored_at, blocks)
+                piece.names = run.names[at : at + len(blocks)]
                 self._run_of.update(dict.fromkeys(blocks, piece))
                 self._link(piece)
                 pieces.append(piece)
@@ -446,7 +479,7 @@ class CachedBlocks:
         while stack:
             run = stack.pop()
             stack += run.behind
-            run.is_leaf = False
+            self._leaves.difference_update(run.hashes)
             self._lose(run, end, last, lost)
 
     def _lose(self, run: _Run, end: int, last: _Run | None, lost: list[int]) -> None:
@@ -477,36 +510,29 @@ class CachedBlocks:
         self._run_of_chunk.update(dict.fromkeys(chunks, run))
         run.chunks.update(zip(chunks, count(first_end, per_chunk), strict=False))
 
-    def _forget_recent(self, run: _Run) -> None:
-        """Delete a run from the recent runs, because its end changes."""
-        for recent in (self._recent, self._less_recent):
-            runs = recent.get(run.end)
-            if runs and run in runs:
-                runs.remove(run)
-                if not runs:
-                    del recent[run.end]
-
     def _find_leaf(self, prompt: PlacedPrompt) -> BlockHash | None:
         """Return the last whole block of a prompt; None if no chain of blocks fits, or several fit.
 
-        An engine stores the last whole block of a prompt when it has computed the prompt, so that a run ends there.
+        An engine stores this block when it has computed the prompt, so that it is the last block of an event.
         """
         size = self._size or 1
         end = prompt.prompt_tokens // size * size
         known = next((chunk for chunk in reversed(prompt.chunks) if chunk in self._run_of_chunk), None)
         cached = prompt.cached_tokens
-        fitting: list[_Run] = []
+        fitting: list[BlockHash] = []
         if cached is None or cached < end:  # otherwise the instance stored no block for this prompt
-            for run in chain(reversed(self._recent.get(end, ())), reversed(self._less_recent.get(end, ()))):
-                if run.stored_at < prompt.sent_at or len(fitting) > 1:
+            for at, block in chain(reversed(self._recent.get(end, ())), reversed(self._less_recent.get(end, ()))):
+                if at < prompt.sent_at or len(fitting) > 1:
                     break
-                is_free = run.hashes and run.end == end and not run.is_leaf and run not in fitting
-                if is_free and (known is None or self._is_behind(run, known)):
-                    fitting.append(run)
+                run = self._find_placed(block)
+                if run is None or run.find_end(block) != end or block in self._leaves or block in fitting:
+                    continue
+                if known is None or self._is_behind(run, end, known):
+                    fitting.append(block)
         if cached is None and known is None:
             return None
         if len(fitting) == 1:
-            return fitting[0].hashes[-1]
+            return fitting[0]
         if fitting or known is None or cached is None or cached < end - size:
             return None
         return self._descend(known, end)  # the whole prompt was cached, so its chain continues the known one
@@ -517,13 +543,13 @@ class CachedBlocks:
         num_blocks = max(1, math.ceil((run.chunks[chunk] - run.start) / run.size))
         return run, min(run.end, run.start + num_blocks * run.size)
 
-    def _is_behind(self, run: _Run, chunk: int) -> bool:
-        """Return whether the chain of ``run`` has the block in which ``chunk`` ends."""
-        start, end = self._find_block_end(chunk)
+    def _is_behind(self, run: _Run, end: int, chunk: int) -> bool:
+        """Return whether the first ``end`` tokens of a chain, which end in ``run``, have the block of ``chunk``."""
+        start, chunk_end = self._find_block_end(chunk)
         at: _Run | None = run
-        while at is not None and at.start >= end:
+        while at is not None and at.start >= chunk_end:
             at = at.before
-        return at is start
+        return at is start and end >= chunk_end
 
     def _descend(self, chunk: int, end: int) -> BlockHash | None:
         """Return the block that ends at ``end`` tokens, after the one in which ``chunk`` ends; None if the chain ends
@@ -589,28 +615,21 @@ class CachedBlocks:
     def _name_run(self, run: _Run) -> None:
         """Compute the names of a run's blocks; those of the runs before it are known."""
         assert self._by_name is not None
-        if run.read_tokens is None or (run.before is None and run.parent is not None):
-            return
-        tokens, run.seed = run.read_tokens()
-        name: int | None = None
-        if run.before is not None:
-            place = (run.start - run.before.start) // run.before.size - 1
-            if not run.before.names or not 0 <= place < len(run.before.names):
-                return
-            name, run.seed = run.before.names[place], run.before.seed
-        run.names, run.read_tokens = [], None
-        for content, block in zip(hash_contents(tokens, run.size, run.seed), run.hashes, strict=False):
-            name = name_next(name, content)
-            run.names.append(name)
-            self._by_name[name] = block
-
-    def _forget_names(self, run: _Run, keep: int, removed: Sequence[BlockHash]) -> None:
-        """Remove the names of removed blocks, and from ``run`` the names of all blocks from ``keep`` on."""
-        assert self._by_name is not None
-        if not run.names:
-            return
-        gone = set(removed)
-        for block, name in zip(run.hashes[keep:], run.names[keep:], strict=False):
-            if block in gone and self._by_name.get(name) == block:
-                del self._by_name[name]
-        del run.names[keep:]
+        pieces, run.unnamed = run.unnamed, []
+        for (first, tokens), (end, _) in pairwise([*pieces, (len(run.hashes), b"")]):
+            name = None
+            if first or run.parent is not None:
+                owner, place = run, first - 1
+                if not first:
+                    if run.before is None:
+                        return
+                    owner = run.before
+                    place = (run.start - owner.start) // owner.size - 1
+                if not 0 <= place < len(owner.names):
+                    return
+                name = owner.names[place]
+            data = tokens() if callable(tokens) else bytes(tokens)
+            for content, block in zip(hash_contents(data, run.size, run.seed), run.hashes[first:end], strict=False):
+                name = name_next(name, content)
+                run.names.append(name)
+                self._by_name[name] = block

@@ -23,6 +23,7 @@ from kvcommon.kv_events import (
     BlockStored,
     Event,
     decode_batch,
+    decode_member,
     decode_message,
     decode_sequence,
     encode_batch,
@@ -31,7 +32,10 @@ from kvcommon.kv_events import (
 
 zmq = pytest.importorskip("zmq")
 
-__all__ = ["EventPublisher", "Subscriber", "apply_events", "event_publisher", "import_sglangs", "import_vllms"]
+__all__ = [
+    *("EventPublisher", "Subscriber", "apply_events", "event_publisher", "import_sglangs", "import_vllms"),
+    "read_batch",
+]
 
 _DEADLINE_MS = 20_000
 
@@ -60,7 +64,7 @@ class Subscriber:
         """Wait for the next batch."""
         assert self._sub.poll(_DEADLINE_MS), "no batch arrived"
         sequence, data = decode_message(self._sub.recv_multipart())
-        return sequence, decode_batch(data)
+        return sequence, read_batch(data)
 
     def replay(self, start: int) -> list[tuple[int, Batch]]:
         """Request the batches from ``start`` on."""
@@ -71,7 +75,7 @@ class Subscriber:
             sequence, data = decode_message(self._dealer.recv_multipart()[1:])
             if sequence == END_OF_REPLAY:
                 return batches
-            batches.append((sequence, decode_batch(data)))
+            batches.append((sequence, read_batch(data)))
 
     def __enter__(self) -> Subscriber:
         return self
@@ -172,6 +176,22 @@ def apply_events(events: list[Event], known: set[BlockHash]) -> None:
             known.update(event.block_hashes)
         else:
             known.difference_update(event.block_hashes)
+
+
+def read_batch(data: bytes) -> Batch:
+    """Decode a batch with the tokens and keys of its events, which ``decode_batch`` leaves encoded."""
+    batch = decode_batch(data)
+    return batch._replace(events=[_read_event(event) for event in batch.events])
+
+
+def _read_event(event: Event) -> Event:
+    kind = next(each for each in (BlockStored, BlockRemoved, AllBlocksCleared) if isinstance(event, each))
+    members = {name: getattr(event, name) for name in event.__struct_fields__}
+    for name in {"token_ids", "extra_keys"} & members.keys():
+        members[name] = decode_member(members[name])
+    if not members.get("extra_keys", True):
+        members["extra_keys"] = None
+    return kind(**members)
 
 
 def import_vllms() -> Any:

@@ -10,7 +10,6 @@ import pytest
 
 from router.policies import InstanceLoad, iterate_names, pack_tokens, seed_of
 from router.policies.base import Outcome, RequestFeatures, request_features
-from router.policies.block_names import SEED
 from router.policies.cached_blocks import CachedBlocks, PlacedPrompt
 from router.policies.pool_aware import PoolAware
 
@@ -209,7 +208,7 @@ def test_nothing_is_left_of_blocks_that_are_gone() -> None:
     placed.instance.clear()
     placed.cache.remove_blocks(list(placed.cache))
     assert (len(placed.cache), list(placed.cache.chunks)) == (0, [])
-    names = ("_orphans", "_run_of_chunk", "_tips", "_recent", "_less_recent")
+    names = ("_orphans", "_run_of_chunk", "_tips", "_leaves")
     sizes = [len(vars(placed.cache)[name]) for name in names]
     assert sizes == [0] * len(names)
 
@@ -223,7 +222,7 @@ def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
         parent = chance.choice((None, chance.randrange(6)))
         if chance.random() < 0.6:
             tokens = pack_tokens([chance.randrange(2) for _ in range(chance.choice((0, 16, 64, 192)))])
-            cache.store_blocks(hashes, parent, chance.choice((16, 64)), lambda tokens=tokens: (tokens, SEED))
+            cache.store_blocks(hashes, parent, chance.choice((16, 64)), tokens)
         elif chance.random() < 0.8:
             cache.remove_blocks(hashes)
         else:
@@ -246,7 +245,7 @@ def test_a_prefix_is_found_by_its_tokens_as_far_as_its_blocks_are_there(seed: in
             hashes = [1000 * step + place for place in range(known, len(prefixes))]
             parent = stored[prefixes[known - 1]] if known else None
             tokens = pack_tokens(prompt[4 * known :])
-            cache.store_blocks(hashes, parent, 4, lambda tokens=tokens: (tokens, seed_of("", "")))
+            cache.store_blocks(hashes, parent, 4, tokens, seed_of("", ""))
             stored |= dict(zip(prefixes[known:], hashes, strict=True))
         elif stored:
             gone = chance.choice(list(stored))
