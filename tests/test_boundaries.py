@@ -77,6 +77,7 @@ QUIET_HANDLERS: dict[tuple[str, str], str] = {
         ("router/serving/proxy.py", function): "given to _end_after, which logs it"
         for function in ("start", "on_begun", "on_data", "_run")
     },
+    ("router/fleet/kv_events.py", "read_batches"): "raised again by follow, which runs as a task",
     ("router/serving/attempt.py", "on_data"): "given to the owner, whose _end_after logs it",
     ("engine/generation/choices.py", "_relay_pieces"): "queued, and raised by the reader of the queue",
     ("engine/model/model_runner.py", "try_out"): "becomes the reason of the ConfigError raised behind it",

@@ -57,7 +57,7 @@ __all__ = ["KvEventReader", "Publisher"]
 
 _log = logging.getLogger("router.fleet.kv_events")
 
-# Time for which arriving batches are collected. Reading several at once takes less CPU time than reading each at once.
+# Minimum time between two rounds of reading. Reading several batches in one round takes less CPU time.
 _COLLECT_SECONDS = 0.05
 # Number of batches that are applied before other work runs. A batch takes about 20 microseconds.
 _BATCHES_AT_ONCE = 20
@@ -145,6 +145,7 @@ class KvEventReader:
         self._readable: deque[_Feed] = deque()
         """The feeds that have unread batches, in the order of arrival."""
         self._timer: asyncio.Handle | None = None
+        self._read_at = 0.0
         self._arrived = asyncio.Event()
         registry.events.arrivals.subscribe(lambda _: self._arrived.set())
 
@@ -240,17 +241,19 @@ class KvEventReader:
                 feed.close()
 
     def _on_readable(self, feed: _Feed) -> None:
-        """Read the batches of a feed soon."""
+        """Read the batches of a feed: at once, or with those that arrive soon after the last ones."""
         self._readable.append(feed)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self._read_feed)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._read_at + _COLLECT_SECONDS), self._read_feed)
 
     def _read_feed(self) -> None:
         """Apply batches of one feed, and continue after other work has run."""
-        feed = self._readable.popleft()
+        loop, feed = asyncio.get_running_loop(), self._readable.popleft()
         if feed.read_batches():
             self._readable.append(feed)
-        self._timer = asyncio.get_running_loop().call_soon(self._read_feed) if self._readable else None
+        self._read_at = loop.time()
+        self._timer = loop.call_soon(self._read_feed) if self._readable else None
 
     def _settle(self) -> None:
         """Associate the waiting prompts with their blocks, and send the associations to the other processes."""

@@ -30,7 +30,7 @@ Tokens = bytes | bytearray | Callable[[], bytes]
 # Times after a response. Before the first, its events may not have arrived, and a chain of another request could fit by
 # mistake. A search without a result is repeated after twice the time, until the second time. Then no more events are
 # expected, and the prompt is given up.
-_SETTLE_SECONDS = 0.2
+_SETTLE_SECONDS = 0.1
 _MAX_SETTLE_SECONDS = 5.0
 # Seconds for which a block is listed as recent, because the request that stored it may still be running. It leaves the
 # list after at most twice this time.

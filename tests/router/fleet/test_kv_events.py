@@ -212,3 +212,13 @@ def test_what_is_exact_is_what_the_publisher_has_whatever_is_lost(followed: Foll
         publisher.answer_replays()
     followed.wait_for_blocks()
     followed.wait_for("exact")
+
+
+def test_an_instance_is_read_again_after_an_error(followed: Followed) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("an error in the router")
+
+    followed.policy.caches[KEY].store_blocks = fail  # type: ignore[assignment, method-assign]
+    followed.publisher.store(1)
+    followed.wait_for_blocks()
+    followed.wait_for("exact")

@@ -37,14 +37,19 @@ class ModelInstance:
         """Return the number of tokens of the prompt, and how many were cached."""
         count = len(prompt) // CHARACTERS_PER_TOKEN
         hashes = self._hash(prompt + answer)
-        whole = (count - 1) // SIZE
-        hit = next((i for i, each in enumerate(hashes[:whole]) if each not in self.blocks), whole)
+        whole = count // SIZE
+        most = (count - 1) // SIZE  # an engine computes at least the last token
+        hit = next((i for i, each in enumerate(hashes[:most]) if each not in self.blocks), most)
         for each in reversed(hashes[:hit]):
             self.blocks.move_to_end(each)
-        for place in range(hit, len(hashes)):
-            if hashes[place] not in self.blocks:
-                self.cache.store_blocks([hashes[place]], hashes[place - 1] if place else None, SIZE)
-            self.blocks[hashes[place]] = place
+        # As in an engine, an event has the blocks of a prompt, and one event has each block of the response.
+        places = [range(hit, whole), *(range(place, place + 1) for place in range(max(hit, whole), len(hashes)))]
+        for stored in places:
+            new = [hashes[place] for place in stored if hashes[place] not in self.blocks]
+            if new:
+                parent = hashes.index(new[0]) - 1
+                self.cache.store_blocks(new, hashes[parent] if parent >= 0 else None, SIZE)
+            self.blocks |= {hashes[place]: place for place in stored}
         for each in reversed(hashes):  # the end of a sequence is evicted before its beginning
             self.blocks.move_to_end(each)
         removed = [self.blocks.popitem(last=False)[0] for _ in range(max(0, len(self.blocks) - self.capacity))]
@@ -165,6 +170,26 @@ def test_a_prompt_is_associated_with_none_of_two_chains_that_fit() -> None:
     assert not cache.has_chunk(11)
 
 
+def test_a_chain_that_belongs_to_one_prompt_does_not_fit_another() -> None:
+    clock = Clock()
+    cache = CachedBlocks(lambda _: None, clock)
+    first, second = prompt_of([11], 200, sent_at=clock.now), prompt_of([12], 200, sent_at=clock.now)
+    cache.store_blocks([1, 2], None, 100)
+    cache.associate(first, 2)
+    cache.store_blocks([3, 4], None, 100)
+    cache.note_prompt(second)
+    clock.now += 2
+    assert cache.settle() == [(second, 4)]
+
+
+def test_a_response_is_expected_up_to_the_block_after_which_two_continue() -> None:
+    cache = CachedBlocks(lambda _: None)
+    for block, parent in ((1, None), (2, 1), (3, 2), (4, 2)):
+        cache.store_blocks([block], parent, 100)
+    cache.associate(prompt_of([11], 100)._replace(total_tokens=300), 1)
+    assert cache.find_end(11, b"more") == (200, 100.0)
+
+
 def test_a_prompt_waits_for_events_that_come_late() -> None:
     clock = Clock()
     cache = CachedBlocks(lambda _: None, clock)
@@ -187,6 +212,38 @@ def test_a_removed_block_takes_the_chunks_of_all_that_follow() -> None:
     cache.remove_blocks([2])
     assert sorted(dropped) == [12, 13]
     assert (cache.has_chunk(11), len(cache)) == (True, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_chunk_is_lost_with_its_block_and_with_each_block_before_it(seed: int) -> None:
+    chance, dropped = random.Random(seed), list[int]()
+    cache, stored, placed = CachedBlocks(dropped.extend), set[int](), dict[int, list[int]]()
+    for _ in range(200):
+        prompt = tuple(chance.randrange(2) for _ in range(chance.randrange(1, 8)))
+        hashes = [hash(("block", prompt[: end + 1])) for end in range(len(prompt))]
+        known = next((i for i, each in enumerate(hashes) if each not in stored), len(hashes))
+        if chance.random() < 0.5:
+            first = min(known, chance.randrange(8))  # a request that ran at the same time stores blocks again
+            cache.store_blocks(hashes[first:], hashes[first - 1] if first else None, 10)
+            stored |= set(hashes)
+            known = len(hashes)
+        elif stored:
+            some = chance.sample(sorted(stored), min(len(stored), chance.randrange(1, 5)))
+            removed = hashes[:known][::-1] if chance.random() < 0.5 else some
+            cache.remove_blocks(removed)
+            stored -= set(removed)
+            lost = {chunk for chunk, path in placed.items() if not stored.issuperset(path)}
+            assert sorted(lost) == sorted(dropped)
+            for chunk in lost:
+                del placed[chunk]
+            dropped.clear()
+            continue
+        if known and chance.random() < 0.5:
+            chunks = [hash(("chunk", prompt[: end + 1])) for end in range(known)]
+            cache.associate(PlacedPrompt(chunks, 10.0, b"", 10 * known, 0, 10 * known, 0.0, 1.0), hashes[known - 1])
+            placed |= {chunk: hashes[: end + 1] for end, chunk in enumerate(chunks)}
+        assert set(cache) == stored
+        assert set(cache.chunks) == placed.keys()
 
 
 def test_a_prompt_of_another_process_is_associated_by_its_last_block() -> None:
