@@ -363,7 +363,7 @@ class PairWorld(World):
     max_model_len: ClassVar[int] = 64
     lags: ClassVar[tuple[float, ...]] = (0.0, 0.003, 0.03)
     spreads_over_turns: ClassVar[bool] = True
-    allowed_tracebacks: ClassVar[tuple[str, ...]] = ("A step failed", "Mooncake raised on", "A store raised")
+    allowed_tracebacks: ClassVar[tuple[str, ...]] = ("A step failed", "Mooncake's client raised", "A store raised")
 
     def draw_plan(self, draw: random.Random) -> Plan:
         """Draw at most two prefill and two decode instances, requests in all dialects, and faults."""

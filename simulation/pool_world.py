@@ -439,8 +439,8 @@ class PoolWorld(World):
     name: ClassVar[str] = "pool"
     max_seconds: ClassVar[float] = 900.0
     allowed_tracebacks: ClassVar[tuple[str, ...]] = (
-        "Looking for blocks that the pool has lost failed",
-        "Mooncake raised on",
+        "Looking up blocks to detect losses in the pool failed",
+        "Mooncake's client raised",
         "A store raised",
     )
 

@@ -24,19 +24,19 @@ TP_SIZES = (1, 2, 4, 8, 16)
 
 
 class Extent(NamedTuple):
-    """Part of a model's KV: successive heads and successive tokens, in all layers."""
+    """Part of the KV of a sequence: successive heads and successive tokens, in all layers."""
 
     heads: range
     tokens: range
 
     def overlap(self, other: Extent) -> Extent:
-        """Return the part that both extents contain. A range of the result is empty if there is no common part."""
+        """Return the part that both extents contain; one of its ranges is empty if there is no common part."""
         return Extent(_common(self.heads, other.heads), _common(self.tokens, other.tokens))
 
 
 @dataclass(frozen=True)
 class ShardingFamily:
-    """Namespace of a reader, and its peers: the same model in other shardings.
+    """Namespace of a reader, and the other shardings of the same model (peers) whose blocks it can read.
 
     Attributes:
         own: namespace of the reader.
@@ -53,7 +53,7 @@ class ShardingFamily:
     peers: tuple[Namespace, ...]
 
     def of_tenant(self, tenant: str) -> ShardingFamily:
-        """Return the same family for the blocks of ``tenant``."""
+        """Return the family with all namespaces changed to those of ``tenant``."""
         peers = tuple(replace(sharding, tenant=tenant) for sharding in self.peers)
         return replace(self, own=replace(self.own, tenant=tenant), peers=peers)
 
@@ -67,18 +67,18 @@ class ShardingFamily:
         return math.prod(self.shape_of(sharding))
 
     def heads_of(self, sharding: Namespace) -> range:
-        """Return the heads that the rank ``sharding.tp_rank`` has."""
+        """Return the KV heads that the rank with the namespace ``sharding`` has."""
         first = sharding.tp_rank * self.num_heads // sharding.tp_size
         return range(first, first + sharding.num_kv_heads)
 
     def ranks_with(self, sharding: Namespace, heads: range) -> list[Namespace]:
-        """Return the ranks of ``sharding`` that together have all of ``heads``, as few as possible."""
+        """Return the namespaces of as few ranks of ``sharding`` as possible that together have all of ``heads``."""
         step = max(1, sharding.tp_size // self.num_heads)  # number of ranks that have the same head
         ranks = (replace(sharding, tp_rank=rank) for rank in range(0, sharding.tp_size, step))
         return [rank for rank in ranks if _common(self.heads_of(rank), heads)]
 
     def index_of(self, part: Extent, whole: Extent) -> tuple[slice, ...]:
-        """Return the index with which ``part`` is selected from an array with the bytes of ``whole``."""
+        """Return the numpy index that selects ``part`` from an array with the bytes of ``whole``."""
         places = {HEAD: (part.heads, whole.heads), TOKEN: (part.tokens, whole.tokens)}
         return tuple(_place(*places[name]) if name in places else slice(None) for name, _ in self.axes)
 
@@ -91,9 +91,10 @@ def find_family(
     block_sizes: Iterable[int] = (),
     layout_of: Callable[[int], str] | None = None,
 ) -> ShardingFamily:
-    """Return the family of the namespace ``own``.
+    """Return the shardings whose blocks a reader with the namespace ``own`` can read.
 
-    A sharding is a peer if its tensor-parallel size and block size are multiples or divisors of those of ``own``.
+    These are the shardings with a tensor-parallel size and a block size that are multiples or divisors of those of
+    ``own``.
 
     Args:
         own: namespace of the reader.

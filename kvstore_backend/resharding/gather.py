@@ -32,7 +32,7 @@ _BUFFER_BYTES = 16 << 20
 
 
 class AlignedSpan:
-    """Alignment of the reader's blocks with the blocks of another sharding.
+    """Alignment of a reader's blocks with the blocks of another sharding.
 
     A *span* is the smallest number of successive tokens that are whole blocks in both shardings.
 
@@ -55,14 +55,14 @@ class AlignedSpan:
         self.num_stored = tokens // sharding.block_size
 
     def cover(self, blocks: range) -> range:
-        """Return the indices of the spans that contain the reader's ``blocks``.
+        """Return the indices of the spans that contain ``blocks``, a range of the reader's blocks.
 
         Blocks and spans are counted from the beginning of the sequence.
         """
         return range(blocks.start // self.num_blocks, -(-blocks.stop // self.num_blocks))
 
     def keys(self, number: int, names: Sequence[bytes]) -> list[str]:
-        """Return the keys of the pieces of a span: for each block of the other sharding, the key of each rank.
+        """Return the keys in the pool of a span's pieces: for each block of the other sharding, the key of each rank.
 
         Args:
             number: index of the span.
@@ -87,7 +87,7 @@ class AlignedSpan:
 
 
 class Gatherer:
-    """Reads blocks in the other shardings of a family. Several threads may call the methods.
+    """Reads blocks of other shardings from a pool, as blocks of the reader. Several threads may call the methods.
 
     Args:
         stack: backend of the pool.
@@ -135,7 +135,7 @@ class Gatherer:
     def _read_spans(
         self, aligned: AlignedSpan, spans: range, names: Sequence[bytes], blocks: range, targets: Sequence[Value]
     ) -> int:
-        """Read ``spans`` in one call, and copy them to the targets; return how many leading spans arrived."""
+        """Read ``spans`` in one call, and copy their pieces to the targets; return how many leading spans arrived."""
         keys = [aligned.keys(number, names) for number in spans]
         if not all(keys):
             keys = keys[: keys.index([])]
@@ -178,7 +178,7 @@ class Gatherer:
 
 
 class _Buffers:
-    """Registered buffers for reads. Each buffer is used by one read at a time."""
+    """Buffers for reads from the pool, registered with it. Each buffer is used by one read at a time."""
 
     def __init__(self, stack: StorageBackend) -> None:
         self._stack = stack
@@ -186,7 +186,7 @@ class _Buffers:
         self._free: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """Return a buffer of at least ``nbytes`` bytes, which the caller owns until ``give_back``."""
+        """Return a registered buffer of at least ``nbytes`` bytes, which the caller owns until ``give_back``."""
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is not None and len(buffer) >= nbytes:

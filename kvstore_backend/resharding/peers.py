@@ -32,7 +32,7 @@ _LOOK_AROUND_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Run:
-    """Leading blocks of a prompt that a pool has, some in the own sharding and some in another.
+    """Leading blocks of a prompt that a pool has, some in the reader's own sharding and some in another one.
 
     Attributes:
         count: number of blocks.
@@ -54,7 +54,7 @@ class Run:
 
 
 class PeerShardings:
-    """Other shardings of one family in one pool. Several threads may call the methods.
+    """Finds and reads blocks of the same model in other shardings in a pool. Several threads may call the methods.
 
     Args:
         pool: the pool. If its namespace is not ``family.own``, there are no peers, because the blocks have other bytes.
@@ -73,13 +73,13 @@ class PeerShardings:
         self._alive: Sequence[Namespace] = ()
 
     def is_alone(self) -> bool:
-        """Return whether the pool has no other sharding, according to the last look-up of the manifests."""
+        """Return whether the pool had blocks of no other sharding at the last look-up of the manifests."""
         return not self._list_alive()
 
     def extend_run(
         self, statuses: Sequence[Status], first: int, names_of: Callable[[int], Sequence[bytes]]
     ) -> Run | None:
-        """Find more leading blocks of a prompt than the own sharding has.
+        """Look for further leading blocks of a prompt in other shardings, after those in the own sharding.
 
         Args:
             statuses: the pool's answers for the prompt's blocks from ``first`` on, in the own sharding.
@@ -87,7 +87,7 @@ class PeerShardings:
             names_of: returns the names of all blocks of the sequence for a given block size.
 
         Returns:
-            The run with the other sharding that adds most blocks; None if no sharding adds any.
+            The run with the sharding that adds most blocks; None if no sharding adds any.
         """
         if not self._alive and time.monotonic() < self._look_again_at:
             return None  # the usual answer, before any block is counted
@@ -128,7 +128,7 @@ class PeerShardings:
         return read
 
     def _list_alive(self) -> Sequence[Namespace]:
-        """Return the peers that had a manifest in the pool at the last look-up. Look up the manifests every 10 s."""
+        """Return the shardings that had a manifest in the pool at the last look-up, which is made every 10 s."""
         now = time.monotonic()
         with self._lock:
             if now < self._look_again_at or not self._family.peers:
@@ -153,13 +153,13 @@ class _PeerLookup:
         self._keys: list[list[str]] = []
 
     def list_keys(self, blocks: range) -> Iterator[str]:
-        """Return the keys of all pieces that contain a part of ``blocks``."""
+        """Return the keys of all stored blocks of the other sharding that contain a part of ``blocks``."""
         self._spans = self._aligned.cover(blocks)
         self._keys = [self._aligned.keys(number, self._names) for number in self._spans]
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """Return the run of blocks in the own sharding and this one, from the pool's answers for the keys."""
+        """Return the run of blocks in the own and the other sharding, from the pool's answers for ``list_keys``."""
         has_span = [bool(keys) and all(list(islice(answers, len(keys)))) for keys in self._keys]
 
         def is_there(block: int) -> bool:
@@ -176,7 +176,7 @@ class _PeerLookup:
 
 
 def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
-    """Split the ``wanted`` blocks of a run into ranges; yield each with whether its blocks are gathered."""
+    """Split the ``wanted`` blocks of a run into ranges by sharding; yield whether it is the other one, and a range."""
     begin = wanted.start
     for each in run.gathered:
         start, stop = max(each.start, begin), min(each.stop, wanted.stop)

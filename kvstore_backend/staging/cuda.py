@@ -15,7 +15,7 @@ __all__ = ["CudaDevice"]
 
 
 class CudaDevice:
-    """One GPU.
+    """One GPU, with CUDA's streams, events and memory.
 
     Args:
         device: the GPU as a ``torch.device``.
@@ -30,7 +30,7 @@ class CudaDevice:
         return event
 
     def make_mark(self) -> torch.cuda.Event:
-        """Return a new event that measures time. The caller records it."""
+        """Return a new event that can record the GPU's time."""
         return torch.cuda.Event(enable_timing=True)
 
     def bind_thread(self) -> None:
@@ -76,7 +76,7 @@ class _CudaStream:
 
 
 class _Failed:
-    """Event for copy steps of which one could not be queued. ``synchronize`` raises the error."""
+    """Event for a list of copy steps of which one could not be queued. ``synchronize`` raises that step's error."""
 
     def __init__(self, error: Exception, stream: torch.cuda.Stream) -> None:
         self._error = error

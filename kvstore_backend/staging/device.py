@@ -17,7 +17,7 @@ Step = Callable[[], object]
 
 
 class Stream(Protocol):
-    """Queue of copies of a device. They run one after another, concurrently with other work of the device.
+    """Interface of a device's queue of copies, which run one after another, concurrently with the device's other work.
 
     Any thread may call the methods.
     """
@@ -34,13 +34,13 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Device with memory and streams, which can copy from and to host memory."""
+    """Interface of a device with memory and streams, which can copy from and to host memory."""
 
     def record_event(self) -> Event | None:
         """Return an event for the end of all device work that this thread has queued, or None if it has ended."""
 
     def open_stream(self) -> Stream:
-        """Open a new stream."""
+        """Return a new stream of the device, for copies."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate ``nbytes`` bytes of device memory, as uint8 ``[nbytes]``."""
@@ -50,7 +50,7 @@ class Device(Protocol):
 
 
 class Codec(Protocol):
-    """Converts blocks between the form in KV memory and the form in the pool. Blocks are rows of bytes.
+    """Interface of an object that converts blocks, as rows of bytes, between KV memory's form and the pool's form.
 
     Attributes:
         nbytes: bytes of one encoded block, in the pool.
@@ -62,4 +62,4 @@ class Codec(Protocol):
         """Encode rows of KV memory, uint8 ``[block, bytes]``, to uint8 ``[block, nbytes]``. ``rows`` may be changed."""
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Decode rows to the form in KV memory. ``encoded`` may have gaps between its rows."""
+        """Decode rows ``[block, nbytes]`` to the form in KV memory. ``encoded`` may have gaps between its rows."""

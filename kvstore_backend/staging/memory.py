@@ -28,7 +28,9 @@ _DEPTH = 2
 
 
 class StagedMemory:
-    """KV memory with two rings of buffers, one for loads and one for saves. Any thread may call the methods.
+    """KV memory for ``Transfers``, with two rings of host buffers, one for loads and one for saves.
+
+    Any thread may call the methods.
 
     Args:
         kv: the KV memory.
@@ -72,7 +74,7 @@ class StagedMemory:
 
 
 class StagedGroups:
-    """KV memory of several groups of layers. Each group has its own buffers, so a window has blocks of one group only.
+    """KV memory of several groups of layers for ``Transfers``. A window has blocks of one group only.
 
     The index of a block is ``group * num_blocks + id``.
 
@@ -102,7 +104,7 @@ class StagedGroups:
 
 
 class _Lane:
-    """Path of loads or of saves: a ring of buffers, a stream, and device memory with the layout of a buffer.
+    """Path of all loads or of all saves: a ring of buffers, a stream, and device memory with the layout of a buffer.
 
     The stream runs one copy after another, so all copies use the same device memory.
     """
@@ -176,7 +178,7 @@ class _Lane:
 
 
 class _StagedWindow:
-    """Window with a buffer for the leading blocks of ``blocks``, as many as the buffer has space for."""
+    """Window with a host buffer for as many leading blocks of ``blocks`` as the buffer has space for."""
 
     def __init__(self, lane: _Lane, blocks: Sequence[int], after: Event | None) -> None:
         self._lane = lane
@@ -187,7 +189,7 @@ class _StagedWindow:
         self.values = self._buffer.values(len(self._blocks))
 
     def fetch(self) -> None:
-        """Begin to copy the blocks to the buffer."""
+        """Begin to copy the window's blocks from KV memory to the buffer."""
         self._copied = self._lane.fetch(self._buffer, self._blocks, self._after)
 
     def deliver(self, count: int) -> None:

@@ -25,7 +25,7 @@ class Registry(Protocol):
         """Register memory. With ``headroom``, each value in it has ``HEADROOM_BYTES`` free bytes before it."""
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Unregister memory."""
+        """Undo ``register`` for the same memory."""
 
 
 class Buffer:
@@ -50,7 +50,7 @@ class Buffer:
 
     @property
     def span(self) -> Span:
-        """Address and size of the buffer."""
+        """Address and size of the buffer in host memory."""
         return Span(self.memory.data_ptr(), self.memory.nbytes)
 
     def values(self, count: int) -> list[Value]:
@@ -60,7 +60,7 @@ class Buffer:
 
 
 class Ring:
-    """Ring of buffers for loads or for saves. A caller takes a buffer, uses it alone, and gives it back.
+    """Ring of host buffers for loads or for saves. A caller takes a buffer, uses it alone, and gives it back.
 
     All buffers are in one piece of memory, which needs one allocation and one registration. If all buffers are taken,
     for example because a late call may still use one, ``take`` creates a spare buffer.
@@ -86,7 +86,7 @@ class Ring:
         self._free = deque(buffers)
 
     def take(self) -> Buffer:
-        """Take the buffer that was given back first, and wait until its last copy has ended."""
+        """Return the buffer that was given back first, after its last copy has ended; the caller then uses it alone."""
         with self._lock:
             buffer = self._free.popleft() if self._free else None
         if buffer is None:
@@ -102,7 +102,7 @@ class Ring:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Make the buffer available again. A copy may still use it, but no call of the pool may."""
+        """Make a buffer available again, when no call to the pool uses it. A copy may still use it."""
         surplus = None
         with self._lock:
             self._free.append(buffer)

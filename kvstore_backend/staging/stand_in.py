@@ -21,7 +21,7 @@ class StandInDevice:
     """Host in place of a device. An engine on the host works on KV memory only inside its own calls.
 
     Args:
-        start_thread: called first on the thread of each stream.
+        start_thread: called on the thread of each new stream before everything else.
         before_step: called before each copy step, on the thread of its stream; tests use it to delay copies.
     """
 
@@ -66,7 +66,7 @@ class _ThreadStream:
 
 
 class _End:
-    """Event for the end of a list of copy steps. ``synchronize`` raises the exception of the step that failed."""
+    """Event for the end of a list of copy steps. ``synchronize`` raises the exception of a step that failed."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

@@ -14,7 +14,7 @@ _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class KVTensors:
-    """Blocks of KV memory in one tensor or several, such as one tensor for each layer.
+    """Blocks of KV memory in one tensor or several, such as one for each layer, which are copied as rows of bytes.
 
     The row of a block has the block's elements of the first tensor, then of the second, and so on. The elements of a
     tensor are in the order of memory, outermost axis first. ``DirectMemory`` with ``KVMemory.locate_blocks`` moves the
@@ -48,13 +48,14 @@ class KVTensors:
         # fastest.
         unit = math.gcd(8, self.block_bytes, *(number for layout in layouts for number in layout.numbers))
         self._unit = _UNITS[unit]
+        # Each tensor, and the columns that its values have in the row of a block.
         self._parts = [
-            _Part(layout.view_as(unit), slice((end - layout.nbytes) // unit, end // unit))
+            (layout.view_as(unit), slice((end - layout.nbytes) // unit, end // unit))
             for layout, end in zip(layouts, ends, strict=True)
         ]
 
     def gather(self, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy blocks to ``rows``.
+        """Copy blocks of KV memory to ``rows``.
 
         Args:
             index: indices of the blocks, int64 ``[n]``, on the device.
@@ -64,22 +65,14 @@ class KVTensors:
             torch.index_select(part, 0, index, out=row)
 
     def scatter(self, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy ``rows`` to blocks. The arguments are those of ``gather``; ``index`` must not have a block twice."""
+        """Copy ``rows`` to blocks of KV memory, with the arguments of ``gather``; no index may occur twice."""
         for part, row in self._pairs(rows):
             part.index_copy_(0, index, row)
 
     def _pairs(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each tensor ``[block, ...]`` with its part of the rows, which has the shape ``[n, ...]``."""
         units = rows.view(self._unit)
-        return [(part.tensor, units[:, part.columns].unflatten(1, part.tensor.shape[1:])) for part in self._parts]
-
-
-class _Part:
-    """Tensor of KV, and the range of columns that its values have in the row of a block."""
-
-    def __init__(self, tensor: torch.Tensor, columns: slice) -> None:
-        self.tensor = tensor
-        self.columns = columns
+        return [(tensor, units[:, columns].unflatten(1, tensor.shape[1:])) for tensor, columns in self._parts]
 
 
 class _Layout:
@@ -99,7 +92,7 @@ class _Layout:
 
     @property
     def numbers(self) -> list[int]:
-        """Offsets, strides and sizes in bytes, which must be multiples of the width of the integers."""
+        """Offsets, strides and sizes in bytes, of which the width of the copied integers must be a divisor."""
         return [self._offset, self._blocks[1], self._run, self.nbytes, *(stride for _, stride in self._axes)]
 
     def view_as(self, unit: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ __all__ = ["MemoryStore"]
 class MemoryStore(StorageBackend):
     """Store that copies values into a dictionary, and evicts the least recently used above ``capacity_bytes``.
 
-    Bytes are copied outside the lock: a stored value is immutable, so a reader that has a reference needs no lock.
+    Bytes are copied without the lock, because a stored value never changes.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -62,7 +62,7 @@ _LEFT_OPEN: list[Any] = []
 
 
 class MooncakeStore(StorageBackend):
-    """Client of a Mooncake cluster. It also gives the cluster ``global_segment_size`` bytes of memory.
+    """Store in a Mooncake cluster: a client that also gives the cluster ``global_segment_size`` bytes of memory.
 
     ``remove`` returns ``FAILED`` while a client has a lease on the key (by default 10 s after each look-up or read).
     With ``force``, ``remove`` frees the memory even during a read, and the reader may then get other bytes.
@@ -149,7 +149,7 @@ class MooncakeStore(StorageBackend):
         return Status.OK if self.clear_and_count(prefix) is not None else Status.FAILED
 
     def clear_and_count(self, prefix: str) -> int | None:
-        """Remove all keys that begin with ``prefix``; return their number, or None if the call failed."""
+        """Remove all keys that begin with ``prefix``; return the number of removed keys, or None if the call failed."""
         pattern = f"^{re.escape(prefix)}.*"
         removed = self._call_native([prefix], lambda _: [self._native.remove_by_regex(pattern, True)])[0]
         return removed if removed is not None and removed >= 0 else None
@@ -193,7 +193,9 @@ class MooncakeStore(StorageBackend):
             return Health(False, str(exc))
         code = self._call_native(["kvstore-health"], self._native.batch_is_exist)[0]
         ok = code in _EXISTS
-        return Health(ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with {code}")
+        return Health(
+            ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with the code {code}"
+        )
 
     def close(self) -> None:
         health = self.health()
@@ -210,7 +212,7 @@ class MooncakeStore(StorageBackend):
             _LEFT_OPEN.append(self._native)
             logger.warning(
                 "The Mooncake client stays open until the process ends: %s",
-                health.detail if idle else f"calls still run after {_MAX_CALL_SECONDS:g} s",
+                health.detail if idle else f"some of its calls still run after {_MAX_CALL_SECONDS:g} s",
             )
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
@@ -223,7 +225,7 @@ class MooncakeStore(StorageBackend):
     def _put_again(
         self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]], codes: list[int | None]
     ) -> None:
-        """Put the values again that have the code ``_UNREACHABLE``, and replace their ``codes``."""
+        """Put the values again that have the code ``_UNREACHABLE``, and write the new codes to ``codes``."""
         self._prefer_own_until = time.monotonic() + _ORPHANED_SECONDS
         give_up_at = time.monotonic() + _RETRY_SECONDS
         for _ in range(_MAX_RETRIES):
@@ -239,9 +241,9 @@ class MooncakeStore(StorageBackend):
     ) -> None:
         """Set ``statuses`` to ``ABSENT`` for values that have another size than the target.
 
-        Mooncake returns ``_UNREACHABLE`` for a value smaller than its target, and for a value of a crashed owner. This
-        method queries the size of one value after another. It stops at the first value of the wanted size, because then
-        its owner has crashed.
+        Mooncake returns ``_UNREACHABLE`` for a value smaller than its target, and for a value of a crashed owner. So
+        this method queries the size of one value after another. It stops at the first value of the wanted size, because
+        the owner of this value must have crashed.
         """
         for i in (i for i, code in enumerate(codes) if code == _UNREACHABLE):
             size = self._call_native([keys[i]], lambda asked: [self._native.get_size(asked[0])])[0]
@@ -251,7 +253,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield addresses and sizes at which each value is in one piece; if necessary, copy all values to a buffer."""
+        """Yield address and size of each value in one piece of memory, if necessary in a buffer with copies."""
         sizes = [sum([nbytes for _, nbytes in value]) for value in values]
         if all(len(value) == 1 for value in values):
             yield [value[0].address for value in values], sizes
@@ -295,13 +297,18 @@ class MooncakeStore(StorageBackend):
                 except Exception:
                     self.raised_calls += 1
                     level = logging.ERROR if self.raised_calls == 1 else logging.DEBUG
-                    logger.log(level, "Mooncake raised on %d keys", len(keys), exc_info=True)
+                    logger.log(
+                        level,
+                        "Mooncake's client raised an exception in a call with %d keys, which counts as failed",
+                        len(keys),
+                        exc_info=True,
+                    )
         codes.extend([None] * (len(keys) - len(codes)))
         return codes
 
 
 def _prefer_memory_of(native: Any) -> Any:
-    """Return the configuration of puts that prefer this client's own memory, and use another's if that is full."""
+    """Return the configuration of puts that prefer this client's memory, and use others' memory when it is full."""
     from mooncake.store import ReplicateConfig
 
     config = ReplicateConfig()
@@ -310,7 +317,7 @@ def _prefer_memory_of(native: Any) -> Any:
 
 
 def _pin_for(seconds: float) -> Any:
-    """Return the configuration of writes that pin values for ``seconds``; with 0 they remove the pins."""
+    """Return the configuration of writes that pin values for ``seconds``, or remove their pins if that is 0."""
     from mooncake.store import ReplicateConfig, SoftPinAction
 
     config = ReplicateConfig()

@@ -29,7 +29,7 @@ _VIEW_PREFIX = "mooncake-store/"
 
 @dataclass(frozen=True)
 class TenantAccount:
-    """Memory that one tenant may use and uses.
+    """Memory of the pool that one tenant may use, and that the tenant uses.
 
     Attributes:
         name: name of the tenant, as its clients configure it.
@@ -70,7 +70,7 @@ class MasterAdmin:
         return parse_plain_metrics(self._fetch_page("/metrics").text)
 
     def list_segments(self) -> list[Segment]:
-        """Return the memory segments of the pool."""
+        """Return the memory segments of the pool, as the master lists them."""
         page = self._fetch_page("/get_segments_detail").json()
         try:
             return [read_segment(each) for each in page["segments"]]
@@ -117,7 +117,7 @@ class MasterAdmin:
         return httpx.get(url, timeout=_TIMEOUT_SECONDS, trust_env=False)
 
     def _fetch_labelled_metrics(self) -> list[tuple[str, float]]:
-        """Return the metrics that have labels: each as the text of name and labels, and the value."""
+        """Return the master's metrics that have labels: each as a text with name and labels, and the value."""
         lines = (line.rpartition(" ") for line in self._fetch_page("/metrics").text.splitlines() if "{" in line)
         return [(name, float(value)) for name, _, value in lines if not name.startswith("#")]
 
@@ -153,7 +153,7 @@ def _read_account(entry: dict[str, Any], labelled: Sequence[tuple[str, float]]) 
 
 
 def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
-    """Find the HTTP interface of the master at ``host:port``; return None if none answers.
+    """Return a client of the HTTP interface of the master at ``host:port``; None if no such interface answers.
 
     Args:
         master: address of the master for clients.
@@ -172,9 +172,10 @@ def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
 
 
 def find_ended_clients(segments: Sequence[Segment], metadata_server: str) -> set[str]:
-    """Return the ids of the clients that have ended; a master lists a crashed client's segments for ten more seconds.
+    """Return the ids of the clients that have ended, among the clients whose segments the master lists.
 
-    A client that does not answer in time may be behind a firewall, so it does not count as ended.
+    A master lists the segments of a crashed client for ten more seconds. A client that does not answer in time may be
+    behind a firewall, so it does not count as ended.
     """
     with ThreadPoolExecutor(_MAX_PROBES) as threads:
         are_ended = threads.map(lambda segment: _has_ended(segment, metadata_server), segments)
@@ -182,7 +183,7 @@ def find_ended_clients(segments: Sequence[Segment], metadata_server: str) -> set
 
 
 def _has_ended(segment: Segment, metadata_server: str) -> bool:
-    """Return whether no process listens at the address of the segment's client."""
+    """Return whether the client that gives a segment to the pool has ended: no process listens at its address."""
     try:
         host, _, port = (
             segment.endpoint if segment.is_handshaking else _look_up_endpoint(segment.name, metadata_server)

@@ -39,7 +39,6 @@ __all__ = [
     "load_client_class",
     "replace_client",
     "require_library",
-    "restore_client",
     "send_http_probe",
 ]
 
@@ -54,7 +53,7 @@ _PROBE_SECONDS = 1.5
 # ``setup`` of the native client holds Python's lock: for 6 s if the server at the master's address is not a master. The
 # pause after a failed try is 20 times as long as the try, so that tries take at most 5 % of the process's time.
 _PAUSE_FACTOR = 20
-# The native client's class, while ``replace_client`` shows another class to other importers.
+# The native client's class, after ``replace_client`` has shown another class to other importers.
 _REPLACED: list[Any] = []
 # Enough for a machine under load. After that time the build has the backend, and tries to connect.
 _SECONDS = 20.0
@@ -78,7 +77,7 @@ _METADATA_FLAGS = {"etcd": "-DUSE_ETCD=ON", "redis": "-DUSE_REDIS=ON"}
 
 
 def require_library(settings: MooncakeSettings | None = None) -> None:
-    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or lacks a backend that ``settings`` need."""
+    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or lacks a client that ``settings`` need."""
     try:
         load_client_class()
     except ImportError as exc:
@@ -99,7 +98,7 @@ def is_installed() -> bool:
 
 
 def replace_client(client: type) -> None:
-    """Replace ``mooncake.store.MooncakeDistributedStore`` by ``client`` for later imports.
+    """Replace the class ``mooncake.store.MooncakeDistributedStore`` by ``client`` for later imports.
 
     This module continues to use the native class, so ``client`` may itself use a ``MooncakeStore``.
 
@@ -114,16 +113,8 @@ def replace_client(client: type) -> None:
     mooncake.store.MooncakeDistributedStore = client
 
 
-def restore_client() -> None:
-    """Undo ``replace_client``."""
-    if _REPLACED:
-        import mooncake.store
-
-        mooncake.store.MooncakeDistributedStore = _REPLACED.pop()
-
-
 def load_client_class() -> Any:
-    """Import and return the native client's class.
+    """Import and return the class of Mooncake's native client.
 
     Raises:
         ImportError: Mooncake, or a shared library that it needs, is missing.
@@ -137,7 +128,7 @@ def load_client_class() -> Any:
 
 
 def join_cluster(settings: MooncakeSettings) -> Any:
-    """Return a native client that has joined the cluster.
+    """Return a native client of Mooncake that has joined the configured cluster.
 
     Raises:
         PoolUnavailable: the library cannot be loaded, a server does not answer, or the cluster refuses this client.
@@ -150,7 +141,9 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     # With a metadata server Mooncake chooses its own address. By default it does not choose loopback, and fails if
     # there is no other network; with masters in etcd each try takes 30 s.
     if "://" in settings.metadata_server and not binds_address() and not _has_network():
-        raise PoolUnavailable("this machine has no network except loopback; set MC_TCP_BIND_ADDRESS=127.0.0.1")
+        raise PoolUnavailable(
+            "this machine has no network except loopback, which Mooncake uses only with MC_TCP_BIND_ADDRESS=127.0.0.1"
+        )
     if settings.ha_backend:
         set_native_cluster(settings)
     began = time.monotonic()
@@ -181,10 +174,10 @@ def join_cluster(settings: MooncakeSettings) -> Any:
 
 
 def _drop_port(settings: MooncakeSettings) -> str:
-    """Return ``local_hostname`` without its port, so that Mooncake adds a free port.
+    """Return ``local_hostname`` without its port, so that Mooncake chooses a free port.
 
     A client with the same host and port as a crashed client would regard the crashed client's memory as its own, and
-    would be killed when it writes there. The port stays if Mooncake really listens at it, and with Ascend's cards.
+    would be killed when it writes there. The port stays if Mooncake really listens at this port, and with Ascend cards.
     """
     host, colon, port = settings.local_hostname.rpartition(":")
     is_named = colon and port.isdigit() and (":" not in host or host.endswith("]"))
@@ -194,7 +187,7 @@ def _drop_port(settings: MooncakeSettings) -> str:
 
 
 def _check_servers(settings: MooncakeSettings) -> None:
-    """Raise ``PoolUnavailable`` if a server hangs, because ``setup`` of the native client would hang too."""
+    """Raise ``PoolUnavailable`` if master or metadata server hangs: ``setup`` of the native client would hang, too."""
     if not settings.ha_backend and send_http_probe(settings.master_server_addr) is None:
         raise PoolUnavailable(
             f"the server at {settings.master_server_addr} does not answer: it is not a Mooncake master, or it "
@@ -215,7 +208,7 @@ def _check_servers(settings: MooncakeSettings) -> None:
 def _find_own_address(connection: socket.socket | None) -> str:
     if connection is None:
         raise PoolUnavailable(
-            "local_hostname is missing, and it cannot be found with masters behind k8s://; set "
+            "local_hostname is not given, and cannot be found automatically with masters behind k8s://; set "
             "MOONCAKE_LOCAL_HOSTNAME to this machine's address"
         )
     address: str = connection.getsockname()[0]
@@ -242,9 +235,9 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
 
 
 def send_http_probe(address: str) -> bytes | None:
-    """Send an HTTP request to ``host:port``, and return the first bytes of the response, or None if none came in time.
+    """Send an HTTP request to ``host:port``; return the first bytes of the response, or None without one in time.
 
-    A Mooncake master closes the connection without a response, so the result is ``b""``.
+    A Mooncake master closes the connection without a response, so for a master the result is ``b""``.
 
     Raises:
         OSError: no server listens at the address.
@@ -261,10 +254,11 @@ def send_http_probe(address: str) -> bytes | None:
 
 
 def _has_network() -> bool:
-    """Return whether this machine has a route to other machines. Connecting a datagram socket sends no data."""
+    """Return whether this machine has a route to other machines, without sending data to them."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address for examples, which no machine has
+            # Connecting a datagram socket sends nothing. The address is for examples, and no machine has it.
+            probe.connect(("192.0.2.1", 9))
         except OSError:
             return False
     return True
@@ -283,7 +277,7 @@ def connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[sock
 
 
 def _connect_to_any(addresses: Sequence[str], role: str) -> socket.socket:
-    """Connect to the first server of ``addresses`` that answers."""
+    """Connect to the first server of ``addresses`` that answers; raise ``PoolUnavailable`` if none does."""
     for address in addresses[:-1]:
         with contextlib.suppress(PoolUnavailable):
             return _open_connection(address, role, "")
@@ -325,7 +319,7 @@ def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None
     Etcd is not checked, because PyPI's wheels have the backend for etcd.
 
     Args:
-        backend: ``etcd``, ``redis`` or ``k8s``; empty: none.
+        backend: ``etcd``, ``redis`` or ``k8s``; empty for a single master.
         named: beginning of the message, which says where the backend is configured.
 
     Returns:
@@ -334,15 +328,15 @@ def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None
     if backend not in ("redis", "k8s"):
         return None
     missing = (
-        f"{named}, and this build of Mooncake has no {_NAMES[backend]} backend (UNAVAILABLE_IN_CURRENT_MODE), as the "
-        "wheels of PyPI have none",
+        f"{named}, and this build of Mooncake has no {_NAMES[backend]} backend (UNAVAILABLE_IN_CURRENT_MODE); PyPI's "
+        "wheels have none",
         f"elect the masters through etcd (etcd://host:port), or build Mooncake with {_FLAGS[backend]}",
     )
     return _check_scheme(_ASK_COORDINATOR, backend, _NO_COORDINATOR, missing)
 
 
 def _check_scheme(program: str, scheme: str, complaint: str, missing: tuple[str, str]) -> tuple[str, str] | None:
-    """Return ``None`` if Mooncake accepts addresses with the scheme, else ``missing``.
+    """Return ``None`` if Mooncake accepts addresses with ``scheme``, such as ``redis``; otherwise ``missing``.
 
     If no process can be started for the check, return a text that says so, and a remedy.
     """
@@ -358,7 +352,7 @@ def _check_scheme(program: str, scheme: str, complaint: str, missing: tuple[str,
 
 @cache
 def _accepts_scheme(program: str, scheme: str, complaint: str) -> bool:
-    """Return whether Mooncake accepts addresses with the scheme: ``program`` does not print ``complaint``.
+    """Return whether Mooncake accepts addresses with ``scheme``: ``program`` does not print ``complaint``.
 
     Raises:
         OSError: no process can be started.

@@ -31,7 +31,7 @@ _FORGOTTEN_SECONDS = 12.0
 
 
 class SsdFolder:
-    """Use of the folder by this process: a file in the folder (the mark), locked as long as this process lives.
+    """Use of an SSD folder by this process, which a locked file in the folder (the mark) shows to other processes.
 
     Several processes may use one folder. In a folder that is not writable there is no mark; Mooncake refuses such a
     folder.
@@ -41,7 +41,7 @@ class SsdFolder:
         """Create the mark, and wait until the master has forgotten the blocks of processes that used the folder before.
 
         Args:
-            path: the folder; empty: Mooncake's default folder.
+            path: the folder; empty for Mooncake's default folder.
         """
         folder = Path(path or DEFAULT_FOLDER)
         self._mark: BinaryIO | None = None
@@ -51,11 +51,15 @@ class SsdFolder:
             self._mark = os.fdopen(handle, "wb", buffering=0)
             fcntl.flock(self._mark, fcntl.LOCK_EX)
             if seconds > 0:
-                logger.info("Another process has just used %s; this process joins the pool in %.0f s", folder, seconds)
+                logger.info(
+                    "Another process has just used the SSD folder %s; this process joins the pool in %.0f s",
+                    folder,
+                    seconds,
+                )
                 time.sleep(seconds)
 
     def leave(self) -> None:
-        """Record in the mark's file that this process now leaves the pool."""
+        """Record in the mark that this process leaves the pool now."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(f"{_LEFT} {_boot_id()} {time.monotonic()}".encode())
@@ -72,7 +76,7 @@ class SsdFolder:
 
 
 def _remove_dead_marks(folder: Path) -> float:
-    """Remove the marks of ended processes; return the seconds until the master has forgotten their blocks."""
+    """Remove the marks of ended processes; return the seconds until the master forgets these processes' blocks."""
     seconds = 0.0
     for mark in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), mark.open("rb") as file:
@@ -84,7 +88,7 @@ def _remove_dead_marks(folder: Path) -> float:
 
 
 def _seconds_since(mark: str) -> float:
-    """Return the seconds since the owner of a mark left; 0 if the owner crashed or the machine was restarted.
+    """Return the seconds since the process with a mark left; 0 if it crashed or the machine was restarted.
 
     The monotonic clock is the same in all processes until the machine is restarted, and nobody can set it.
     """

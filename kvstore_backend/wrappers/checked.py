@@ -126,7 +126,7 @@ class CheckedBackend(Wrapper):
         statuses: list[Status],
         rejected: set[int],
     ) -> None:
-        """Read the blocks again that are present and failed the check, and remove those that fail again.
+        """Read the blocks again that the pool has but that failed the check; remove those that fail again.
 
         One failed check may be the fault of this reader's own transfer. A block that was ``ABSENT`` in the read but
         exists has another size, or was put after the read.
@@ -152,7 +152,7 @@ class CheckedBackend(Wrapper):
                 self._store.remove(bad, force=is_forced)
 
     def _confirm_presence(self, keys: Sequence[str], statuses: list[Status]) -> None:
-        """Correct the answers for blocks that are absent now, after the read.
+        """Set the status of blocks that were read, but that the pool has no longer, to ``ABSENT``.
 
         A client that removed a block during the read freed its memory for other blocks. The read may then have the
         right header with the bytes of another block, and without checksums only a look-up detects this.
@@ -209,7 +209,7 @@ class CheckedBackend(Wrapper):
 
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
-        """Yield the values, each with memory for a header before it. The memory is valid in the ``with`` block."""
+        """Yield the memory of each value with memory for a header before it, valid in the ``with`` block."""
         roomy = list(self._roomy.items())
         whole: list[Value] = []
         with self._lend_headers(len(values)) as scratch:
@@ -225,7 +225,7 @@ class CheckedBackend(Wrapper):
 
     @contextlib.contextmanager
     def _lend_headers(self, most: int) -> Iterator[Iterator[int]]:
-        """Yield an iterator of addresses for up to ``most`` headers, in registered memory.
+        """Yield an iterator over addresses for up to ``most`` headers in registered memory.
 
         The memory is allocated when the iterator is first used.
         """
@@ -313,13 +313,13 @@ def _hash_value(value: Value) -> int:
 
 
 def _build_header(key: str, value: Value, *, is_summed: bool = True) -> bytes:
-    """Build the header of a value that will be stored, or the expected header of a value that was read."""
+    """Return the header of a value that will be stored, or the expected header of a value that was read."""
     checksum, marks = (_hash_value(value), 0) if is_summed else (0, _UNSUMMED)
     return _HEADER.pack(_MAGIC, FORMAT_VERSION, marks, count_bytes(value), checksum, _build_identity(key))
 
 
 def _build_identity(key: str) -> bytes:
-    """Build the part of a header that identifies the key: the digest of the namespace and the hash of the block.
+    """Return the part of a header that identifies the key: the digest of the namespace and the hash of the block.
 
     For a key that is not the key of a block, the part consists of zeros and the digest of the key's text.
     """
@@ -331,6 +331,6 @@ def _build_identity(key: str) -> bytes:
 
 
 def _find_wrong_field(header: bytes, wanted: bytes) -> str:
-    """Return the first field that differs. The checksum is compared last, because it differs with the other fields."""
+    """Return the name of the first field in which two headers differ, and of the checksum only without another."""
     pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
     return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

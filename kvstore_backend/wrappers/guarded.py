@@ -99,16 +99,16 @@ class Deadlines:
     keys_per_second: float = 20e3
 
     def seconds_to_look_up(self, num_keys: int) -> float:
-        """Return the seconds for a look-up of ``num_keys`` keys."""
+        """Return the deadline, in seconds, of a look-up of ``num_keys`` keys."""
         return self.lookup_seconds + num_keys / self.keys_per_second
 
     def seconds_for(self, values: Sequence[Value]) -> float:
-        """Return the seconds for a transfer of ``values``."""
+        """Return the deadline, in seconds, of a put or get of ``values``."""
         nbytes = sum([nbytes for value in values for _, nbytes in value])
         return self.transfer_seconds + len(values) / self.keys_per_second + nbytes / self.bytes_per_second
 
     def seconds_to_register(self, nbytes: int) -> float:
-        """Return the seconds to register or unregister ``nbytes`` of memory."""
+        """Return the deadline, in seconds, of a call that registers or unregisters ``nbytes`` of memory."""
         return self.register_seconds + nbytes / self.register_bytes_per_second
 
 
@@ -136,7 +136,7 @@ def end_calls_at(moment: float) -> Iterator[None]:
 
 
 class _AdaptiveDeadline:
-    """Computes the factor by which deadlines are longer, from the recent response times of the store."""
+    """Computes from the recent response times of a store by which factor its deadlines must be longer."""
 
     __slots__ = ("_share", "_until")
 
@@ -145,12 +145,12 @@ class _AdaptiveDeadline:
         self._until = 0.0
 
     def note_answer(self, share: float, now: float) -> None:
-        """Record how long an answer took, as a share of its deadline; a late answer has a share above 1."""
+        """Record how long an answer of the store took, as a share of its deadline (above 1 for a late answer)."""
         if (share >= self._share or now >= self._until) and share <= _MAX_STRETCH:
             self._share, self._until = share, now + _REMEMBER_SECONDS
 
     def stretch(self, now: float) -> float:
-        """Return the factor by which deadlines are longer now."""
+        """Return the factor, 1 or more, by which all deadlines are multiplied now."""
         return max(1.0, min(_MAX_STRETCH, _MARGIN * self._share)) if now < self._until else 1.0
 
 
@@ -174,7 +174,7 @@ class _Call:
 
 
 class _Region:
-    """Memory that a caller registered. Each registration is a new object, because the memory's pages may be new."""
+    """One registration of memory by a caller. Each is a new object, because the memory's pages may be new."""
 
     __slots__ = ("headroom", "nbytes")
 
@@ -269,19 +269,19 @@ class GuardedBackend(StorageBackend):
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Register memory. Waits for the store until a deadline; does not wait while the breaker is open."""
+        """Register memory with the store: wait for that until a deadline, or not at all while the breaker is open."""
         with self._changed:
             self._wanted[address] = _Region(nbytes, headroom)
         self._update_registration(address, nbytes)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Unregister memory. Waits for the store until a deadline; does not wait while the breaker is open."""
+        """Unregister memory like ``register``: wait until a deadline, or not at all while the breaker is open."""
         with self._changed:
             self._wanted.pop(address, None)
         self._update_registration(address, nbytes)
 
     def health(self) -> Health:
-        """Report the state of the breaker, without a call to the store, so this method cannot hang."""
+        """Return the state of the breaker, without a call to the store, so that this method cannot hang."""
         if self._is_closed:
             return Health(False, self._trouble or "closed")
         if (trouble := self._trouble) is not None:
@@ -384,7 +384,7 @@ class GuardedBackend(StorageBackend):
                 level = logging.ERROR if self.raised_calls == 1 else logging.DEBUG
                 logger.log(
                     level,
-                    "A store raised an exception, which StorageBackend forbids; the call counts as failed",
+                    "A store raised an exception, which no store may do; the call counts as failed",
                     exc_info=True,
                 )
             self._end_call(call)
@@ -400,7 +400,7 @@ class GuardedBackend(StorageBackend):
             call.ended.release()
 
     def _watch_failures(self, answer: list[Status]) -> list[Status]:
-        """Return ``answer``. Open the breaker after several successive answers with ``FAILED`` for every key."""
+        """Return ``answer``; open the breaker if several successive answers were ``FAILED`` for every key."""
         if not answer or answer[0] is not Status.FAILED or answer.count(Status.FAILED) < len(answer):
             self._failures = 0
             return answer
@@ -423,7 +423,7 @@ class GuardedBackend(StorageBackend):
             self._recover()
 
     def _wait_for_trouble(self) -> bool:
-        """Wait until the breaker is open; return False if the guard is closed."""
+        """Wait until the breaker is open; return False after ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._trouble is not None or self._is_closed)
             return not self._is_closed
@@ -431,7 +431,7 @@ class GuardedBackend(StorageBackend):
     def _recover(self) -> None:
         """Open or probe the store, with pauses, until it works; then close the breaker.
 
-        Each try waits until no late call is left.
+        Before each try, wait until no late call is left.
         """
         pause = _FIRST_PAUSE_SECONDS
         logged = None
@@ -448,7 +448,7 @@ class GuardedBackend(StorageBackend):
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _may_try(self) -> bool:
-        """Wait until no late call is left; return False if the guard is closed."""
+        """Wait until no late call is left; return False after ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_late == 0 or self._is_closed)
             return not self._is_closed
@@ -456,7 +456,7 @@ class GuardedBackend(StorageBackend):
     def _close_breaker_unless(self, trouble: str | None) -> bool:
         """Close the breaker and return True, or record why it stays open and return False.
 
-        It stays open if there is ``trouble``, a late call, or memory that is not registered with the store.
+        The breaker stays open if there is ``trouble``, a late call, or memory that is not registered with the store.
         """
         with self._changed:
             if not self._is_closed:
@@ -504,7 +504,7 @@ class GuardedBackend(StorageBackend):
     def _update_registration(self, address: int, nbytes: int) -> None:
         """Register or unregister the memory at ``address`` with the store, as callers requested.
 
-        If that fails, the breaker opens, and the keeper repeats it.
+        If that fails, the breaker opens, and the keeper tries it again.
         """
         seconds = self.deadlines.seconds_to_register(nbytes)
         what = f"registering {nbytes} bytes"
@@ -514,7 +514,7 @@ class GuardedBackend(StorageBackend):
                 self._open_breaker(f"{what} did not succeed")
 
     def _register_with(self, store: StorageBackend, address: int, *, only_unregisters: bool = False) -> None:
-        """Remove an outdated registration at ``address``; register the memory there that callers have registered.
+        """Make the store's registration at ``address`` equal to that of the callers: unregister, then register.
 
         With ``only_unregisters``, only remove the outdated registration.
         """
@@ -541,7 +541,7 @@ class GuardedBackend(StorageBackend):
                 self._changed.notify_all()
 
     def _list_outdated(self) -> list[int]:
-        """Return the addresses at which the store's registration is not the callers'. The caller holds the lock."""
+        """Return the addresses at which the store does not know what callers registered. The caller holds the lock."""
         addresses = {**self._wanted, **self._known}  # a dictionary, because its order does not depend on the addresses
         return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 
@@ -563,6 +563,6 @@ def _close_store(store: StorageBackend) -> None:
 
 
 def _shows_working_store(answer: Any) -> bool:
-    """Return whether an answer shows that the store works. A store without connection returns ``FAILED``."""
+    """Return whether an answer shows that the store works, and was not an error or ``FAILED``."""
     first = answer[0] if isinstance(answer, list) and answer else answer
     return first is not None and first is not Status.FAILED

@@ -25,7 +25,7 @@ _OPERATIONS = (*_TRANSFERS, "exists", "exists_for_all", "remove")
 
 
 class MeteredBackend(Wrapper):
-    """Wrapper that counts and times the calls to ``store``.
+    """Wrapper that counts the calls to ``store`` in Prometheus metrics, and their seconds, blocks and bytes.
 
     Args:
         store: any backend.
@@ -106,7 +106,7 @@ class StateCollector(Collector):
     Args:
         guarded: the wrapper with the breaker.
         rejected: number of blocks that failed the check, by reason (``CheckedBackend.rejected``).
-        write_behind: the wrapper that writes in the background; None if there is none.
+        write_behind: the wrapper that writes in the background, or None if the pool has none.
     """
 
     def __init__(

@@ -37,10 +37,10 @@ Step = Callable[[slice], None]
 
 
 class Parts:
-    """Hashes and moves batches on several threads, and remembers how fast the store was.
+    """Hashes batches of values and moves them to or from a store, on several threads if that is faster.
 
     Args:
-        hashes_first: True if values are hashed before they are moved (puts); False if after (reads).
+        hashes_first: whether values are hashed before they are moved, as in puts, or after, as in reads.
     """
 
     def __init__(self, *, hashes_first: bool) -> None:
@@ -49,7 +49,7 @@ class Parts:
         self._is_quick = False
 
     def move(self, values: Sequence[Value], statuses: list[Status], hash_part: Step, move_part: Step) -> None:
-        """Hash and move a batch of values.
+        """Hash a batch of values, and move them to or from the store.
 
         Args:
             values: the batch.
@@ -77,9 +77,9 @@ class Parts:
                 self._is_quick = nbytes > _QUICK * (time.perf_counter() - began)
 
     def _share(self, parts: Sequence[slice], work: Callable[[slice], bool]) -> None:
-        """Call ``work`` with each part, in order, on several threads. Stop when ``work`` returns False.
+        """Call ``work`` with each part of a batch, in order, on several threads. Stop when ``work`` returns False.
 
-        The calling thread works too, so the batch makes progress even if other batches use all helper threads.
+        The calling thread works, too, so the batch makes progress even if other batches use all helper threads.
         """
         left = deque(parts)
 
@@ -112,7 +112,7 @@ def _work_always(step: Step, part: slice) -> bool:
 
 
 def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]) -> bool:
-    """Hash and move a part. Return False if every value of the part failed, so that later parts are not tried.
+    """Hash and move a part of a batch; return False if every value failed, so that later parts are not tried.
 
     The later parts would only wait for the same unavailable pool.
     """
@@ -123,7 +123,7 @@ def _work_on_part(part: slice, steps: Sequence[Step], statuses: Sequence[Status]
 
 
 def _cut_batch(values: Sequence[Value]) -> tuple[int, list[slice]]:
-    """Return the bytes of a batch, and its parts, which have similar sizes.
+    """Return the size of a batch in bytes, and the slices of the batch's parts, which have similar sizes.
 
     A large batch has two parts for each thread, so that moving and hashing overlap.
     """

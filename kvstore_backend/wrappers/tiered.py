@@ -20,7 +20,7 @@ __all__ = ["TieredBackend"]
 
 
 class TieredBackend(StorageBackend):
-    """Backend that reads from ``fast``; a value that ``fast`` lacks is read from ``large`` and copied to ``fast``.
+    """Backend with two tiers: a value that ``fast`` lacks is read from ``large`` and copied to ``fast``.
 
     If one tier fails, the values of the other tier can still be read. But if the other tier returns ``ABSENT``, the
     answer is ``FAILED``, because the failing tier may have the value.
@@ -148,6 +148,6 @@ class TieredBackend(StorageBackend):
         return statuses
 
 
-def _combine_statuses(one: Status, other: Status) -> Status:
-    """Return the answer for a key from the fast tier's answer ``one`` (not ``OK``) and the large tier's ``other``."""
-    return Status.FAILED if one is Status.FAILED and other is Status.ABSENT else other
+def _combine_statuses(fast: Status, large: Status) -> Status:
+    """Return the status of a key from the status in the fast tier, which is not ``OK``, and in the large tier."""
+    return Status.FAILED if fast is Status.FAILED and large is Status.ABSENT else large

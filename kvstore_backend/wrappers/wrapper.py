@@ -78,15 +78,18 @@ _NEVER_CALLED: list[Callable[[], None]] = []
 
 
 def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) -> None:
-    """Call ``take_back`` on a new thread as soon as ``stack`` has no late call.
+    """Call ``take_back``, which makes memory usable again, on a new thread as soon as ``stack`` has no late call.
 
-    Until then, a reference to ``take_back`` keeps the memory alive that the function makes usable again. If the late
-    calls never end, or no thread can be started, ``take_back`` is never called.
+    Until then, a reference to ``take_back`` keeps this memory alive. If the late calls never end, or no thread can be
+    started, ``take_back`` is never called.
     """
 
     def wait() -> None:
         while not stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
-            logger.warning("A call to the pool has been running for over %g s", _WARN_AFTER_SECONDS)
+            logger.warning(
+                "A call to the pool that missed its deadline has been running for over %g s",
+                _WARN_AFTER_SECONDS,
+            )
         try:
             take_back()
         except Exception:

@@ -45,7 +45,7 @@ _ABANDONED: list[NDArray[np.uint8]] = []
 
 
 class _Block:
-    """Block in the arena: ``nbytes`` bytes at the offset ``start``, with headroom before ``start``."""
+    """Queued block: ``nbytes`` bytes at the offset ``start`` in the arena, with headroom before ``start``."""
 
     __slots__ = ("is_sending", "nbytes", "start")
 
@@ -110,12 +110,12 @@ class WriteBehindBackend(Wrapper):
 
     @property
     def queued_blocks(self) -> int:
-        """Number of blocks in the queue: accepted and not yet written."""
+        """Number of blocks that were accepted and are not written yet."""
         return len(self._blocks)
 
     @property
     def queued_bytes(self) -> int:
-        """Size of all blocks in the queue, in bytes."""
+        """Size in bytes of all blocks that were accepted and are not written yet."""
         with self._changed:
             return sum(block.nbytes for block in self._blocks.values())
 
@@ -145,7 +145,7 @@ class WriteBehindBackend(Wrapper):
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         """Remove keys from the queue and the pool.
 
-        The status is ``FAILED`` for a block that is being written now; that block is not removed.
+        A block that is being written now is not removed, and has the status ``FAILED``.
         """
         with self._changed:
             if self._is_closed:
@@ -165,7 +165,7 @@ class WriteBehindBackend(Wrapper):
     def clear(self, prefix: str) -> Status:
         """Remove all keys that begin with ``prefix`` from the queue and the pool.
 
-        Returns ``FAILED`` if one of the blocks is being written now, or the pool's answer otherwise.
+        The answer is ``FAILED`` if one of the blocks is being written now, otherwise the answer of the pool.
         """
         is_sending = self._withdraw(prefix)
         answer = self._store.clear(prefix)
@@ -179,7 +179,7 @@ class WriteBehindBackend(Wrapper):
     def _withdraw(self, prefix: str) -> bool:
         """Remove the keys that begin with ``prefix`` from the queue, except blocks that are being written now.
 
-        Returns whether there is a block that is being written now.
+        Return whether one of these blocks is being written now.
         """
         with self._changed:
             queued = {key for key in self._blocks if key.startswith(prefix)}
@@ -242,7 +242,7 @@ class WriteBehindBackend(Wrapper):
         return Status.OK
 
     def _find_room(self, nbytes: int) -> int | None:
-        """Return the offset of ``nbytes`` free bytes behind the newest block; None if the ring has no space."""
+        """Return the offset of ``nbytes`` free bytes behind the newest block in the ring; None if there is no space."""
         oldest = next(iter(self._blocks.values()), None)
         tail = -(-self._tail // _ALIGNMENT) * _ALIGNMENT if oldest else 0
         head = oldest.start - HEADROOM_BYTES if oldest else 0
@@ -280,7 +280,7 @@ class WriteBehindBackend(Wrapper):
                 pause *= 2
 
     def _next_batch(self) -> dict[str, _Block]:
-        """Wait for queued blocks; mark the oldest as being sent, and return them (none: the sender must end)."""
+        """Wait for queued blocks; mark the oldest as being sent, and return them, or none if the sender must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._blocks or self._is_closed)
             batch: dict[str, _Block] = {}
@@ -300,7 +300,7 @@ class WriteBehindBackend(Wrapper):
         except Exception:
             if not self._has_raised:
                 logger.exception(
-                    "A store raised an exception on %d blocks, which StorageBackend forbids; this is logged once",
+                    "A store raised an exception in a write of %d blocks, which no store may do; this is logged once",
                     len(batch),
                 )
             self._has_raised = True
@@ -309,7 +309,7 @@ class WriteBehindBackend(Wrapper):
             return is_last
 
     def _send_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
-        """Write the blocks of ``batch`` that the pool lacks; return False if some blocks must be tried again.
+        """Write the blocks of ``batch`` that the pool lacks; return False if some writes must be tried again.
 
         Blocks that were written or dropped are removed from ``batch``.
         """
@@ -334,7 +334,7 @@ class WriteBehindBackend(Wrapper):
         return not batch
 
     def _finish_blocks(self, batch: dict[str, _Block], keys: set[str], dropped_because: str | None = None) -> None:
-        """Remove blocks from the batch and from the arena; with ``dropped_because``, count them as dropped."""
+        """Remove blocks from ``batch`` and the queue; with ``dropped_because``, count them as dropped."""
         for key in keys:
             del batch[key]
         with self._changed:

@@ -85,7 +85,7 @@ class Accounts(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Value that is being written: an open file of the value's size."""
+    """File of a value that is being written, open and of the value's size."""
 
     path: str
     file: int
@@ -97,7 +97,7 @@ class FolderRemoved(OSError):
 
 
 class Ledger:
-    """Enforces one size limit for a folder, on all processes that open it.
+    """Enforces one size limit for a folder on all processes that open the folder.
 
     The ledger stores the size limit of the folder. A process without a configured size uses the stored limit. A process
     with another size is refused while another process has the folder open; otherwise it changes the stored limit. (If

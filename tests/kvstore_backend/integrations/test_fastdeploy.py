@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ from kvstore_backend.integrations.fastdeploy_settings import (
     NEUTRAL_VARIABLES,
 )
 from kvstore_backend.manifest import Manifest
-from kvstore_backend.stores.mooncake_joining import restore_client
+from kvstore_backend.stores import mooncake_joining
 from kvstore_backend.why_miss import compare_setups
 from tests.kvstore_backend.integrations.fastdeploy_double import (
     OneClass,
@@ -90,7 +91,8 @@ def activated() -> Iterator[None]:
         patch.setenv("FD_PLUGINS", "kvstore")
         activate()
         yield
-    restore_client()
+    mooncake_store = importlib.import_module("mooncake.store")
+    mooncake_store.MooncakeDistributedStore = mooncake_joining._REPLACED.pop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

@@ -299,7 +299,7 @@ class TestFailures:
         assert guard.exists(["a", "b"]) == [FAILED, FAILED]
         assert guard.exists(["a", "b"]) == [FAILED, FAILED]
         assert guard.raised_calls == (2 if fault is Fault.RAISES else 0)
-        assert caplog.text.count("which StorageBackend forbids") == (1 if fault is Fault.RAISES else 0), "said once"
+        assert caplog.text.count("which no store may do") == (1 if fault is Fault.RAISES else 0), "said once"
 
     def test_a_probe_that_fails_keeps_the_breaker_open(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.FAILED] * 6

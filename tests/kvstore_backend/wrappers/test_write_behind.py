@@ -353,7 +353,7 @@ class TestStoresThatRaise:
         assert behind.flush_writes(30)
         assert read(sound, "a") == content_of("a")
         assert not behind.dropped
-        assert caplog.text.count("A store raised an exception on 1 blocks") == 1, "said once"
+        assert caplog.text.count("A store raised an exception in a write of 1 blocks") == 1, "said once"
 
     def test_what_raises_for_good_is_refused_and_the_sender_goes_on(
         self, store: FaultInjector, sound: MemoryStore
