@@ -494,7 +494,7 @@ class EngineCore:
             self.scheduler.offload_blocks(sequence, num_full)
 
     def _export_blocks(self, sequence: Sequence) -> None:
-        """Pass the blocks of the prompt that became final to the listener, if it has ``on_computed``."""
+        """Pass the blocks of the prompt whose KV is now complete to the listener, if it has ``on_computed``."""
         listener = self._listeners[sequence]
         if listener.on_computed is None:
             return

@@ -98,8 +98,8 @@ class BlockMemory:
         num_blocks = self._core.scheduler.groups.count_held(prompt.num_tokens)
         if not 0 <= num_cached <= num_blocks or len(addresses) != num_blocks - num_cached:
             raise ValueError(
-                f"the prompt has {num_blocks} blocks, but the message has {len(addresses)} addresses and says that "
-                f"{num_cached} blocks are cached"
+                f"the prompt has {num_blocks} blocks, but the decode instance has sent {len(addresses)} addresses and "
+                f"says that it has {num_cached} blocks cached"
             )
         return Target(str(session), list(map(int, addresses)), num_cached)
 
@@ -194,7 +194,7 @@ class BlockMemory:
                 missing = blocks[max(0, target.num_cached - first) :]
                 return self._write_parts(missing, target.session, target.addresses[start : start + len(missing)], after)
             except Exception:
-                log.exception("Writing %d blocks to %s failed", len(blocks), target.session)
+                log.exception("Writing %d blocks to the instance at %s failed", len(blocks), target.session)
                 return None
             finally:
                 self._core.release_blocks(blocks)

@@ -193,7 +193,7 @@ class HandoverSender:
         assert self._memory is not None, "the decode instance reserves blocks only for an instance that can write"
         target = self._memory.parse_target(message, self._prompt)
         log.debug(
-            "request %s: the decode instance at %s reserves %d blocks, and has the %d before them",
+            "request %s: the decode instance at %s reserves %d blocks, and has the %d blocks before them already",
             *(self._request_id, target.session, len(target.addresses), target.num_cached),
         )
         return target
@@ -238,8 +238,8 @@ class HandoverSender:
                     return None
                 num_written = first + len(blocks)
                 log.debug(
-                    "request %s: direct transfer of blocks %d to %d: %d written, %d bytes in %.1f ms; decode had %d "
-                    "already",
+                    "request %s: direct transfer of blocks %d to %d: %d written, %d bytes in %.1f ms; the decode "
+                    "instance had %d already",
                     *(self._request_id, first, num_written - 1, len(written), len(written) * self._block_bytes),
                     *(1e3 * (time.monotonic() - start), len(blocks) - len(written)),
                 )

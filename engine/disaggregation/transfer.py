@@ -88,10 +88,15 @@ class Transfer:
         try:
             code: int = self._engine.batch_transfer_sync_write(session, list(sources), list(targets), sizes)
         except Exception:
-            log.exception("TransferEngine raised an exception at a write to %s", session)
+            log.exception("TransferEngine raised an exception during a write to the instance at %s", session)
             return False
         if code:
-            log.warning("Writing %d blocks to %s failed: code %d", len(sources), session, code)
+            log.warning(
+                "Writing %d blocks to the instance at %s failed: TransferEngine returned the code %d",
+                len(sources),
+                session,
+                code,
+            )
         return code == 0
 
 

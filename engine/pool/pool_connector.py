@@ -293,8 +293,8 @@ class PoolConnector:
             tokens = min(tokens, sequence.num_prompt_tokens)
         elif is_last and tokens < sequence.num_computed:
             log.info(
-                "%s: %d generated tokens are not saved to the pool: sparse attention computed their KV, which is not "
-                "exact; a later prompt with these tokens computes and saves them",
+                "request %s: %d generated tokens are not saved to the pool: sparse attention computed their KV, which "
+                "is not exact; a later prompt with these tokens computes and saves them",
                 sequence.request.request_id,
                 sequence.num_computed - tokens,
             )

@@ -60,14 +60,14 @@ class BlockGroups:
         return range(min(last, max(first, self.groups[number].find_first_needed(last * self.block_size))), last)
 
     def count_held(self, num_tokens: int) -> int:
-        """Return the number of blocks, in all groups together, that a sequence needs after ``num_tokens``."""
+        """Return the number of blocks, in all groups, that a sequence of ``num_tokens`` computed tokens needs."""
         end = -(-num_tokens // self.block_size)
         return sum(end - group.find_first_needed(num_tokens) for group in self.groups)
 
     def list_held(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return group index and place of all blocks that a sequence needs after ``num_tokens``, ordered by place.
+        """Return group index and place of all blocks that a sequence of ``num_tokens`` computed tokens needs.
 
-        The last block of each group may be partly filled.
+        The blocks are ordered by place. The last block of each group may be partly filled.
         """
         firsts = [group.find_first_needed(num_tokens) for group in self.groups]
         places = range(min(firsts), -(-num_tokens // self.block_size))

@@ -71,7 +71,8 @@ class RetrievalConfig:
         init_tokens: length of the initial part; it is rounded up to whole blocks.
         local_tokens: length of the window. If the window begins within a block, the whole block is read, and counts as
             one of the blocks that ``topk_percent`` allows.
-        topk_percent: share of the blocks between that each head reads. Their number is rounded down, to at least 1.
+        topk_percent: share of the blocks between the initial part and the window that each head reads. The number of
+            these blocks is rounded down, to at least 1.
         dense_boundary: sequences with shorter prompts use full attention.
         offload_boundary: sequences with longer prompts are offloaded.
         representative: one of ``REPRESENTATIVES``.

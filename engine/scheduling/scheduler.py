@@ -204,7 +204,10 @@ class Scheduler:
         if len(reservation.blocks) != self.groups.count_held(sequence.num_prompt_tokens):
             self.cancel_reservation(reservation)
             sequence.state = State.FINISHED
-            raise ValueError(f"{len(reservation.blocks)} blocks are reserved for {sequence.num_prompt_tokens} tokens")
+            raise ValueError(
+                f"the reservation has {len(reservation.blocks)} blocks, which is not the number that a prompt of "
+                f"{sequence.num_prompt_tokens} tokens needs"
+            )
         self.reservations.remove(reservation)
         sequence.tables = self._share_out(reservation.blocks, sequence.num_prompt_tokens)
         sequence.num_computed = sequence.num_prompt_tokens - recomputes_last

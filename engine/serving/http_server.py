@@ -41,7 +41,10 @@ _ANTHROPIC_PATH = "/v1/messages"
 
 
 class InstanceProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, with OpenAI's error object for bytes that are not HTTP or have a too long head."""
+    """uvicorn's HTTP protocol, which answers bytes that are not HTTP, or a head that is too long, with an error object.
+
+    The error object has OpenAI's format.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

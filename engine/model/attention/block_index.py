@@ -34,9 +34,10 @@ __all__ = ["BlockIndex", "Index", "Search", "best_blocks", "query_of", "represen
 
 
 def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
-    """Compute the representatives ``[..., width]`` of blocks with the keys ``[..., tokens, head_dim]``.
+    """Compute a vector for each block with which a query is compared to estimate how much attention the block gets.
 
-    ``kind`` is one of ``REPRESENTATIVES``.
+    ``keys`` of the blocks are ``[..., tokens, head_dim]``, the vectors are ``[..., width]``. ``kind`` is one of
+    ``REPRESENTATIVES``.
     """
     if kind == "mean":
         return keys.mean(-2)
@@ -46,7 +47,7 @@ def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
 
 
 def width_of(kind: str, head_dim: int) -> int:
-    """Return the number of elements of a representative."""
+    """Return the number of elements of the vector of a block that ``representative_of`` computes."""
     return head_dim if kind == "mean" else 2 * head_dim
 
 

@@ -342,9 +342,9 @@ def _attend_with_scores(
 
 
 def register_attention() -> None:
-    """Register ``paged_attention`` at transformers, as ``attn_implementation=ATTENTION_NAME``.
+    """Register ``paged_attention`` with transformers, as ``attn_implementation=ATTENTION_NAME``.
 
-    The name is not registered for masks, so transformers creates no masks. It would have to wait for the device to see
-    that the row has tokens of several sequences.
+    The name is not registered for masks, so transformers creates no masks. To create one it would wait for the device
+    in each step, in order to see that the row has tokens of several sequences.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

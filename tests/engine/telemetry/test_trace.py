@@ -92,9 +92,11 @@ async def test_a_direct_hand_over(tiny_checkpoint: Path, word_tokenizer: Any, st
         r"the prefill instance begins a direct transfer of 200 tokens; 7 blocks are reserved, the 6 before "
         r"them are cached here",
     )
-    assert told.has("b", r"the decode instance at \S+ reserves 7 blocks, and has the 6 before them")
+    assert told.has("b", r"the decode instance at \S+ reserves 7 blocks, and has the 6 blocks before them already")
     assert told.has(
-        "b", rf"direct transfer of blocks \d+ to 12: \d written, {BLOCK_BYTES} bytes in .* ms; decode had \d " r".*"
+        "b",
+        rf"direct transfer of blocks \d+ to 12: \d written, {BLOCK_BYTES} bytes in .* ms; the decode instance had \d "
+        r".*",
     )
     assert told.has("b", rf"direct transfer accepted: 7 blocks written, {BLOCK_BYTES} bytes, .* ms since it began")
     assert told.has("b", rf"direct transfer verified: 7 blocks, {BLOCK_BYTES} bytes in .* ms")
