@@ -219,10 +219,6 @@ class TestEndpoints:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
         assert "not the shared pool; leave it out" in answer.json()["error"]["message"]
 
-    def test_health_answers_200(self, instance: Served) -> None:
-        with instance.http as client:
-            assert client.get("/health").status_code == 200
-
     def test_an_instance_that_no_router_should_know_is_ready(self, instance: Served) -> None:
         with instance.http as client:
             answer = client.get("/ready")
@@ -422,23 +418,32 @@ class TestStarting:
             signal.signal(signal.SIGTERM, before)
         assert asked == [True]
 
-    def test_a_host_that_is_not_this_machines_is_told(
-        self, capsys: pytest.CaptureFixture[str], word_model: Path
+    @pytest.mark.parametrize(
+        ("flags", "sentence"),
+        [
+            (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+            (["--model", "/no/such/folder"], "--model '/no/such/folder': there is no such folder"),
+            (["--model", "EMPTY"], "/empty' is not a checkpoint: it has no config.json"),
+            (["--model", "TINY", "--max-model-len", "64", "--device", "cpu"], "has no tokenizer"),
+            (
+                ["--num-gpu-blocks-override", "3", "--max-model-len", "512"],
+                "3 KV blocks of 64 tokens cannot hold one sequence of --max-model-len 512",
+            ),
+        ],
+        ids=["host", "no folder", "no checkpoint", "no tokenizer", "too few blocks"],
+    )
+    def test_what_keeps_an_instance_from_starting_is_told(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+        word_model: Path,
+        tiny_checkpoint: Path,
+        flags: list[str],
+        sentence: str,
     ) -> None:
-        said = self.sentence(capsys, "--model", str(word_model), "--host", "192.0.2.1")
-        assert "cannot listen on 192.0.2.1" in said
-
-    def test_a_model_folder_that_does_not_exist_is_told(self, capsys: pytest.CaptureFixture[str]) -> None:
-        said = self.sentence(capsys, "--model", "/no/such/folder")
-        assert "--model '/no/such/folder': there is no such folder" in said
-
-    def test_a_hubs_name_that_was_not_downloaded_is_told_where_it_was_looked_for(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("HF_HOME", str(tmp_path))
-        said = self.sentence(capsys, "--model", "Nobody/Has-This-0.5B")
-        assert "model 'Nobody/Has-This-0.5B' is not a folder on this machine and was not found among" in said
-        assert f"{tmp_path}/hub/models--Nobody--Has-This-0.5B" in said
+        (tmp_path / "empty").mkdir()
+        named = {"EMPTY": str(tmp_path / "empty"), "TINY": str(tiny_checkpoint)}
+        assert sentence in self.sentence(capsys, "--model", str(word_model), *(named.get(word, word) for word in flags))
 
     def test_a_hubs_name_stands_for_the_folder_it_was_downloaded_to(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -449,30 +454,12 @@ class TestStarting:
         said = self.sentence(capsys, "--model", "Some/Model")
         assert f"--model '{tmp_path}/Some/Model' is not a checkpoint" in said
 
-    def test_a_folder_without_a_checkpoint_is_told(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        said = self.sentence(capsys, "--model", str(tmp_path))
-        assert f"--model '{tmp_path}' is not a checkpoint: it has no config.json" in said
-
     def test_a_checkpoint_whose_weights_are_missing_is_told(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_checkpoint: Path
     ) -> None:
         (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
         said = self.sentence(capsys, "--model", str(tmp_path), "--max-model-len", "64")
         assert f"--model '{tmp_path}' has no weights that transformers can load" in said
-
-    def test_a_checkpoint_without_a_tokenizer_is_told(
-        self, capsys: pytest.CaptureFixture[str], tiny_checkpoint: Path
-    ) -> None:
-        said = self.sentence(capsys, "--model", str(tiny_checkpoint), "--max-model-len", "64", "--device", "cpu")
-        assert "has no tokenizer" in said
-
-    def test_too_few_blocks_for_one_sequence_are_told(
-        self, capsys: pytest.CaptureFixture[str], word_model: Path
-    ) -> None:
-        said = self.sentence(
-            capsys, "--model", str(word_model), "--num-gpu-blocks-override", "3", "--max-model-len", "512"
-        )
-        assert "3 KV blocks of 64 tokens cannot hold one sequence of --max-model-len 512" in said
 
     @pytest.mark.parametrize(
         ("flag", "status"), [("--help", 0), ("--pord=1", 2), ("--model=/no/such/folder", 2)], ids=str

@@ -283,7 +283,7 @@ def test_the_longest_prompt_that_fits_leaves_room_for_one_token(completions: Com
 def test_a_client_sets_the_variables_of_the_chat_template() -> None:
     template = "{{ messages[0].content }}{{ ' river' if enable_thinking }}"
     tokenizer = byte_fallback_tokenizer(chat_template=template)
-    completions = Completions(Generations(SharedParts(None, tokenizer, "mixed", 16, None)), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
+    completions = completions_of(tokenizer)
     lengths = [
         len(start(completions, "chat", {"messages": MESSAGES, **more}).request.prompt_token_ids)
         for more in ({}, {"chat_template_kwargs": {"enable_thinking": True}})
@@ -293,7 +293,7 @@ def test_a_client_sets_the_variables_of_the_chat_template() -> None:
 
 def test_the_model_hears_of_tools_that_it_may_call() -> None:
     tokenizer = byte_fallback_tokenizer(chat_template="{{ messages[0].content }}{{ ' river' if tools }}")
-    completions = Completions(Generations(SharedParts(None, tokenizer, "mixed", 16, None)), tokenizer, "m", 64, 300)  # type: ignore[arg-type]
+    completions = completions_of(tokenizer)
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     lengths = [
         len(start(completions, "chat", {"messages": MESSAGES, **more}).request.prompt_token_ids)

@@ -100,6 +100,7 @@ def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
     assert ended.returncode == 2
     assert f"model '{MODEL}' is not a folder on this machine and was not found among downloaded models" in ended.stderr
     assert str(tmp_path / MODEL) in ended.stderr
+    assert f"{tmp_path}/hub/models--{MODEL.replace('/', '--')}" in ended.stderr
 
 
 # The pool's file and variables.

@@ -162,12 +162,3 @@ async def test_several_prompts_are_handed_over_each(tiny_checkpoint: Path, word_
         params = await prefill(pair.prefill, **fields)
         assert tokens_of(await pair.decode.complete(**fields, kv_transfer_params=params)) == expected
         assert pair.decode.side.handed_over("direct") == 3 * n
-
-
-@in_event_loop
-async def test_further_choices_go_on_from_prompts_of_their_own(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
-    async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
-        fields: dict[str, Any] = {"n": 2, "temperature": 2.0, "seed": 3}
-        expected = tokens_of(await pair.alone.complete(**fields))
-        params = await prefill(pair.prefill, **fields)
-        assert tokens_of(await pair.decode.complete(**fields, kv_transfer_params=params)) == expected
