@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 __all__ = ["DaemonThreads", "Forked", "after_fork"]
@@ -95,14 +96,12 @@ class DaemonThreads:
         weakref.finalize(self, self._work.put, None).atexit = False
 
 
+@dataclass(eq=False, slots=True)
 class _Work:
     """Function that waits for a thread to run it, and the future for its result."""
 
-    __slots__ = ("future", "run")
-
-    def __init__(self, future: Future[Any], run: Callable[[], Any]) -> None:
-        self.future = future
-        self.run = run
+    future: Future[Any]
+    run: Callable[[], Any]
 
     def do(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -115,23 +114,18 @@ class _Work:
             self.future.set_result(result)
 
 
+@dataclass(eq=False)
 class _Runner:
     """Main function of a thread, without a reference to the ``DaemonThreads`` object, so that this can be freed."""
 
-    def __init__(
-        self,
-        work: queue.SimpleQueue[_Work | None],
-        idle: threading.Semaphore,
-        start_thread: Callable[[], None] | None,
-    ) -> None:
-        self._work = work
-        self._idle = idle
-        self._start_thread = start_thread
+    work: queue.SimpleQueue[_Work | None]
+    idle: threading.Semaphore
+    start_thread: Callable[[], None] | None
 
     def __call__(self) -> None:
-        if self._start_thread is not None:
+        if self.start_thread is not None:
             try:
-                self._start_thread()
+                self.start_thread()
             except Exception:
                 logger.exception(
                     "The setup function of a thread raised an exception; the thread runs without this setup"
@@ -139,14 +133,14 @@ class _Runner:
         while (work := self._next()) is not None:
             work.do()
             del work  # an idle thread must not keep references
-        self._work.put(None)  # so that the next thread ends too
+        self.work.put(None)  # so that the next thread ends too
 
     def _next(self) -> _Work | None:
         try:
-            return self._work.get_nowait()
+            return self.work.get_nowait()
         except queue.Empty:
-            self._idle.release()
-            return self._work.get()
+            self.idle.release()
+            return self.work.get()
 
 
 class Forked(Protocol):

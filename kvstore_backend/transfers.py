@@ -168,16 +168,16 @@ class DirectMemory:
         return _DirectWindow(blocks, self._values(blocks), clear)
 
 
+@dataclass(eq=False)
 class _DirectWindow:
     """A window without a buffer: the pool reads and writes the memory of the blocks directly."""
 
-    def __init__(self, blocks: Sequence[int], values: list[Value], clear: Callable[[Sequence[int]], None]) -> None:
-        self.values = values
-        self._missing = blocks
-        self._clear = clear
+    missing: Sequence[int]
+    values: list[Value]
+    clear: Callable[[Sequence[int]], None]
 
     def deliver(self, count: int) -> None:
-        self._missing = self._missing[count:]
+        self.missing = self.missing[count:]
 
     def wait(self) -> None:
         pass
@@ -186,9 +186,10 @@ class _DirectWindow:
         return True
 
     def take_back(self) -> None:
-        self._clear(self._missing)
+        self.clear(self.missing)
 
 
+@dataclass(eq=False)
 class _Transfer:
     """One load or save of blocks. Only the thread that runs the transfer changes the attributes.
 
@@ -198,20 +199,13 @@ class _Transfer:
         is_released: whether the owner may use the blocks as soon as the transfer has ended.
     """
 
-    def __init__(
-        self,
-        hashes: Sequence[bytes],
-        blocks: Sequence[int],
-        on_end: Callable[[Outcome], None],
-        on_release: Callable[[], None],
-    ) -> None:
-        self.hashes = hashes
-        self.blocks = blocks
-        self.after: Event | None = None
-        self.on_end = on_end
-        self.on_release = on_release
-        self.set_aside: Window | None = None
-        self.is_released = True
+    hashes: Sequence[bytes]
+    blocks: Sequence[int]
+    on_end: Callable[[Outcome], None]
+    on_release: Callable[[], None]
+    after: Event | None = None
+    set_aside: Window | None = None
+    is_released: bool = True
 
 
 class Transfers:

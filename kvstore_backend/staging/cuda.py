@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -75,13 +76,13 @@ class _CudaStream:
         return ended
 
 
+@dataclass(frozen=True)
 class _Failed:
     """Event for a list of copy steps of which one could not be queued. ``synchronize`` raises that step's error."""
 
-    def __init__(self, error: Exception, stream: torch.cuda.Stream) -> None:
-        self._error = error
-        self._stream = stream
+    error: Exception
+    stream: torch.cuda.Stream
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
-        raise self._error
+        self.stream.synchronize()
+        raise self.error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
@@ -65,11 +66,11 @@ class _ThreadStream:
         return _End(self._thread.submit(run))
 
 
+@dataclass(frozen=True)
 class _End:
     """Event for the end of a list of copy steps. ``synchronize`` raises the exception of a step that failed."""
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    future: Future[None]
 
     def synchronize(self) -> None:
-        self._future.result()
+        self.future.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -75,32 +76,36 @@ class KVTensors:
         return [(tensor, units[:, columns].unflatten(1, tensor.shape[1:])) for tensor, columns in self._parts]
 
 
+@dataclass(frozen=True, eq=False)
 class _Layout:
     """Layout of the blocks of one tensor in memory: sizes and strides of the axes, in bytes."""
 
-    def __init__(self, tensor: torch.Tensor, blocks: tuple[int, int], axes: list[tuple[int, int]], run: int) -> None:
-        self._tensor = tensor
-        self._blocks = blocks  # number of blocks, and the stride between them
-        self._axes = axes  # size and stride of each axis of a block, outermost first
-        self._run = run  # contiguous bytes at the end of the axes
-        self._offset = int(tensor.storage_offset()) * tensor.element_size()
+    tensor: torch.Tensor
+    blocks: tuple[int, int]  # number of blocks, and the stride between them
+    axes: list[tuple[int, int]]  # size and stride of each axis of a block, outermost first
+    run: int  # contiguous bytes at the end of the axes
+
+    @property
+    def offset(self) -> int:
+        """Offset of the tensor in its memory, in bytes."""
+        return int(self.tensor.storage_offset()) * self.tensor.element_size()
 
     @property
     def nbytes(self) -> int:
         """Bytes of one block in this tensor."""
-        return math.prod(size for size, _ in self._axes) * self._run
+        return math.prod(size for size, _ in self.axes) * self.run
 
     @property
     def numbers(self) -> list[int]:
         """Offsets, strides and sizes in bytes, of which the width of the copied integers must be a divisor."""
-        return [self._offset, self._blocks[1], self._run, self.nbytes, *(stride for _, stride in self._axes)]
+        return [self.offset, self.blocks[1], self.run, self.nbytes, *(stride for _, stride in self.axes)]
 
     def view_as(self, unit: int) -> torch.Tensor:
         """Return a view of the tensor's memory as integers of ``unit`` bytes, ``[block, *axes, integers]``."""
-        axes = [self._blocks, *self._axes, (self._run // unit, unit)]
+        axes = [self.blocks, *self.axes, (self.run // unit, unit)]
         shape, strides = [size for size, _ in axes], [stride // unit for _, stride in axes]
-        view = torch.empty(0, dtype=_UNITS[unit], device=self._tensor.device)
-        return view.set_(self._tensor.untyped_storage(), self._offset // unit, shape, strides)
+        view = torch.empty(0, dtype=_UNITS[unit], device=self.tensor.device)
+        return view.set_(self.tensor.untyped_storage(), self.offset // unit, shape, strides)
 
 
 def _describe(tensor: torch.Tensor, num_blocks: int) -> _Layout:

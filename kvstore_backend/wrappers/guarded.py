@@ -173,14 +173,12 @@ class _Call:
         self.ended.acquire()
 
 
+@dataclass(eq=False, slots=True)
 class _Region:
     """One registration of memory by a caller. Each is a new object, because the memory's pages may be new."""
 
-    __slots__ = ("headroom", "nbytes")
-
-    def __init__(self, nbytes: int, headroom: bool) -> None:
-        self.nbytes = nbytes
-        self.headroom = headroom
+    nbytes: int
+    headroom: bool
 
 
 class GuardedBackend(StorageBackend):

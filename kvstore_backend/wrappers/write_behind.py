@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,15 +45,13 @@ _LATE_CALL_WAIT_SECONDS = 1.0
 _ABANDONED: list[NDArray[np.uint8]] = []
 
 
+@dataclass(eq=False, slots=True)
 class _Block:
     """Queued block: ``nbytes`` bytes at the offset ``start`` in the arena, with headroom before ``start``."""
 
-    __slots__ = ("is_sending", "nbytes", "start")
-
-    def __init__(self, start: int, nbytes: int) -> None:
-        self.start = start
-        self.nbytes = nbytes
-        self.is_sending = False
+    start: int
+    nbytes: int
+    is_sending: bool = False
 
 
 class WriteBehindBackend(Wrapper):

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore_backend.backend import KVStoreError, PoolUnavailable
@@ -64,10 +64,11 @@ class NoAnswer(KVStoreError):
     """Error: the instance without a cache did not answer, so the right answers are not known."""
 
 
+@dataclass(eq=False)
 class Trial:
     """The running instances and programs of the pool, and the observations in the current case.
 
-    Args:
+    Attributes:
         recipe: the recipe.
         parts: the programs of the pool, by their names in the recipe.
         first: instance that saves blocks.
@@ -78,32 +79,23 @@ class Trial:
             and one without a cache.
         start_part: starts a program of the pool for a ``with`` block.
         num_prompts: number of prompts in a case.
+        seed: seed of the last random prompts.
+        result: result of the current case so far.
+        problems: sentences about requirements that the current case has not met so far.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        parts: Mapping[str, Program],
-        first: Instance,
-        second: Instance,
-        plain: Instance,
-        tampering: Callable[[], contextlib.AbstractContextManager[Tampering]],
-        start_changed: Callable[[Change], contextlib.AbstractContextManager[tuple[Instance, Instance]]],
-        start_part: Callable[[str], contextlib.AbstractContextManager[None]],
-        num_prompts: int,
-    ) -> None:
-        self.recipe = recipe
-        self.parts = parts
-        self.first = first
-        self.second = second
-        self.plain = plain
-        self.tampering = tampering
-        self.start_changed = start_changed
-        self.start_part = start_part
-        self._num_prompts = num_prompts
-        self._seed = 0
-        self.result = Result("")
-        self.problems: list[str] = []
+    recipe: Recipe
+    parts: Mapping[str, Program]
+    first: Instance
+    second: Instance
+    plain: Instance
+    tampering: Callable[[], contextlib.AbstractContextManager[Tampering]]
+    start_changed: Callable[[Change], contextlib.AbstractContextManager[tuple[Instance, Instance]]]
+    start_part: Callable[[str], contextlib.AbstractContextManager[None]]
+    num_prompts: int
+    seed: int = 0
+    result: Result = Result("")
+    problems: list[str] = field(default_factory=list)
 
     def begin(self, case: str) -> None:
         """Begin a case: drop the observations of the last case, and restart instances and parts that have ended.
@@ -120,14 +112,14 @@ class Trial:
 
     def make_prompts(self, *, is_shared: bool = True) -> list[str]:
         """Return new prompts; with ``is_shared``, some of them begin with the same words."""
-        self._seed += 1
+        self.seed += 1
         is_shared &= bool(self.recipe.instance.hits)  # else hits in its own cache would count as hits in the pool
-        return make_prompts(self._seed, self._num_prompts, self.recipe.prompt_words, is_shared=is_shared)
+        return make_prompts(self.seed, self.num_prompts, self.recipe.prompt_words, is_shared=is_shared)
 
     def make_two_histories(self) -> tuple[list[str], list[str]]:
         """Return prompts to save, and prompts with the same words at the same places, but after other words."""
-        self._seed += 1
-        return make_two_histories(self._seed, self.recipe.prompt_words)
+        self.seed += 1
+        return make_two_histories(self.seed, self.recipe.prompt_words)
 
     def save(self, prompts: Sequence[str], saver: Instance | None = None, **members: Any) -> None:
         """Let the first instance, or ``saver``, answer the prompts, and wait until it has saved their blocks."""
