@@ -67,16 +67,6 @@ def test_one_hanging_instance_does_not_hold_up_the_probes_of_others(
     router.thread.loop.call_soon_threadsafe(server.close)
 
 
-def test_a_refused_connection_makes_an_instance_unhealthy_at_once(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
-    instance = stand_in()
-    router = make_router(instance)
-    instance.stop()
-    assert router.chat().status_code == 502
-    assert states(router) == ["unhealthy"]
-
-
 def test_probes_bring_an_instance_back_that_refused_a_connection(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
@@ -127,15 +117,6 @@ def test_a_dead_instance_is_forgotten(make_router: MakeRouter, stand_in: MakeSta
     router = make_router(instance, heartbeat_expiry_secs=0.3, **SOON)
     instance.stop()
     wait_until(lambda: states(router) == [], "the router to forget it")
-
-
-def test_an_instance_whose_heartbeat_stopped_is_forgotten(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    instance = stand_in()
-    router = make_router(instance, heartbeat_expiry_secs=0.3, **SOON)
-    instance.register(router.url)
-    wait_until(lambda: states(router) == [], "the router to forget it")
-    assert instance.register(router.url).status_code == 200
-    assert router.chat().status_code == 200
 
 
 def test_probes_say_nothing_of_a_circuit_that_live_requests_broke(
