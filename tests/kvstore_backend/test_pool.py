@@ -164,14 +164,6 @@ def test_a_callers_mistake_raises(pool: BlockPool, call: str) -> None:
             getattr(pool, call)(hashes(1), [[span]])
 
 
-def test_namespaces_never_read_each_other_in_one_store(store: Recorder) -> None:
-    ours, theirs = BlockPool(store, NAMESPACE), BlockPool(store, replace(NAMESPACE, kv_dtype="bfloat16"))
-    blocks = hashes(3)
-    save(ours, blocks)
-    assert theirs.lookup(blocks) == 0
-    assert loaded(theirs, blocks) == []
-
-
 def test_two_models_on_one_real_mooncake_pool_never_read_each_others_blocks(mooncake_master: MooncakeMaster) -> None:
     config = mooncake_master.config()
     blocks = hashes(8)
@@ -208,11 +200,6 @@ def test_memory_is_registered_with_the_store(pool: BlockPool, monkeypatch: pytes
     assert registered == [(4096, 100)]
     pool.unregister(4096, 100)
     assert registered == []
-
-
-def test_repr_tells_an_operator_where_it_is(pool: BlockPool) -> None:
-    save(pool, hashes(1))
-    assert repr(pool) == f"BlockPool(MemoryStore(1 keys, 64 of 1048576 bytes), namespace={NAMESPACE.digest})"
 
 
 def test_each_backend_opens_its_store(tmp_path: Path, mooncake_master: MooncakeMaster) -> None:

@@ -141,32 +141,6 @@ def test_their_remedy_without_rdma_works(tmp_path: Path, devices: Path) -> None:
     assert mooncake_settings({**with_their_file(tmp_path), name: value})["protocol"] == "tcp"
 
 
-def test_the_defaults_are_theirs(devices: Path) -> None:
-    found = mooncake_settings({"MOONCAKE_MASTER_SERVER_ADDR": "h:1", "MOONCAKE_METADATA_SERVER": "P2PHANDSHAKE"})
-    assert found["global_segment_size"] == 1 << 30
-    assert found["local_buffer_size"] == MOONCAKE_FILE["local_buffer_size"] == 128 << 20
-
-
-def without(name: str, folder: Path) -> dict[str, str]:
-    environ = with_their_file(folder, protocol="tcp")
-    file = Path(environ["MOONCAKE_CONFIG_PATH"])
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != name}))
-    return environ
-
-
-def test_the_masters_address_is_required(tmp_path: Path, devices: Path) -> None:
-    with pytest.raises(ConfigError, match="master_server_addr"):
-        mooncake_settings(without("master_server_addr", tmp_path))
-
-
-def test_a_metadata_server_that_is_left_out_is_said(
-    tmp_path: Path, devices: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", logger="kvstore_backend"):
-        assert mooncake_settings(without("metadata_server", tmp_path))["metadata_server"] == "P2PHANDSHAKE"
-    assert "P2PHANDSHAKE" in caplog.text
-
-
 @pytest.mark.parametrize("variable", [each for each in SNIPPETS if re.fullmatch(r"MOONCAKE_\w+", each)])
 def test_each_of_their_variables_is_read(variable: str, tmp_path: Path, devices: Path) -> None:
     (devices / "mlx5_7").mkdir(parents=True)
@@ -441,14 +415,6 @@ def test_mindies_files_are_read_with_all_that_is_not_ours(write_mindie: Write) -
     found = asdict(config.store)
     assert (found["protocol"], found["metadata_server"]) == ("ascend", "P2PHANDSHAKE")
     assert (found["master_server_addr"], found["global_segment_size"]) == ("ip:50051", 268435456)
-
-
-def test_mindies_empty_backend_is_no_pool(write_mindie: Write) -> None:
-    assert pool_of(write_mindie(lambda pool: {**pool, "backend": ""})) is None
-
-
-def test_mindies_pool_may_be_written_as_a_string(write_mindie: Write) -> None:
-    assert pool_of(write_mindie(json.dumps)) == pool_of(write_mindie())
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:

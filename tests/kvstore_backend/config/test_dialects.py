@@ -95,12 +95,21 @@ def test_mindies_file_of_mooncake(tmp_path: Path) -> None:
     assert settings.master_server_addr == "10.0.0.1:50088"
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_mindies_server_configuration_names_that_file(tmp_path: Path, nested: bool) -> None:
+MINDIE_POOL = {"backend": "mooncake", "configPath": "mooncake.json", "asyncWrite": True}
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {"Version": "1.0.0", "BackendConfig": {"kvPoolConfig": MINDIE_POOL}},
+        {"Version": "1.0.0", "kvPoolConfig": MINDIE_POOL},
+        {"BackendConfig": {"kvPoolConfig": json.dumps(MINDIE_POOL)}},
+    ],
+    ids=["nested", "flat", "JSON in a string"],
+)
+def test_mindies_server_configuration_names_that_file(tmp_path: Path, server: dict[str, object]) -> None:
     written(tmp_path / "mooncake.json", MINDIE)
-    pool = {"kvPoolConfig": {"backend": "mooncake", "configPath": "mooncake.json", "asyncWrite": True}}
-    server = written(tmp_path / "config.json", {"Version": "1.0.0", **({"BackendConfig": pool} if nested else pool)})
-    config = read(server)
+    config = read(written(tmp_path / "config.json", server))
     assert config.async_write
     assert config.store == mooncake(tmp_path / "mooncake.json")
 
@@ -297,14 +306,6 @@ def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any],
         read(path)
     assert sentence.replace("{}", str(path)) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_mindies_pool_may_be_json_in_a_string(tmp_path: Path) -> None:
-    written(tmp_path / "mooncake.json", MINDIE)
-    pool = {"backend": "mooncake", "configPath": "mooncake.json", "asyncWrite": True}
-    config = read(written(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": json.dumps(pool)}}))
-    assert config.async_write
-    assert config.store == mooncake(tmp_path / "mooncake.json")
 
 
 @pytest.mark.parametrize("text", ["", '{"backend": "", "configPath": ""}'])
