@@ -36,6 +36,8 @@ _MAX_CONTAINERS = 64
 # Limited, because a publisher needs three sockets in each process.
 MAX_PUBLISHERS = 256
 MAX_NAME = 256
+# Number of runs of blocks whose names are computed before other work runs.
+_RUNS_AT_ONCE = 16
 MAX_BLOCK_SIZE = 65_536
 _MAX_RANK = 2**31 - 1
 MAX_BLOCKS = 65_536
@@ -265,6 +267,9 @@ class BlockIndex:
         matches: dict[bool, dict[str, dict[str, int]]] = {True: {}, False: {}}
         for source in self._list_sources(question):
             if is_asked(source):
+                for number, _ in enumerate(source.cache.name_blocks()):
+                    if number % _RUNS_AT_ONCE == 0:
+                        await asyncio.sleep(0)
                 size = source.cache.block_size
                 tokens = count_blocks(source) * size if size else 0
                 matches[source.cache.is_exact].setdefault(source.instance_id, {})[str(source.rank)] = tokens

@@ -75,7 +75,7 @@ _MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 # The first and the longest pause before the router connects to a publisher again. They are long, because the address of
 # a publisher may be wrong.
 _RETRY_MILLISECONDS, _MAX_RETRY_MILLISECONDS = 1000, 5000
-# Maximum number of blocks of all publishers together; they need 2 GB.
+# Maximum number of blocks of all publishers together; they need about 1 GB.
 MAX_PUBLISHED_BLOCKS = 4_000_000
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import chain, count, groupby, pairwise, repeat, takewhile
+from itertools import chain, count, groupby, repeat, takewhile
 from typing import NamedTuple
 
 import xxhash
@@ -162,8 +162,9 @@ class CachedBlocks:
         self._size = 0
         self._orphans: dict[BlockHash, dict[_Run, None]] = {}
         """The runs whose parent is not cached, by the parent's hash."""
-        self._by_name: dict[int, BlockHash] | None = None
-        """The block of each name; None until it is needed, because most routers get no queries for names."""
+        self._by_name: dict[int, BlockHash] = {}
+        """The block of each name, after the first call of ``name_blocks``. Most routers get no queries for names."""
+        self._is_naming = self._is_named = False
         self._run_of_chunk: dict[int, _Run] = {}
         """For each chunk of an associated prompt, the run in which it ends."""
         self._tips: dict[int, _Tip] = {}
@@ -205,13 +206,28 @@ class CachedBlocks:
         """Number of tokens in each block; 0 if there are no blocks."""
         return self._size if self._run_of else 0
 
+    def name_blocks(self) -> Iterator[None]:
+        """Compute the names of all blocks, for ``count_named`` and ``count_leading``. Yield often, for other work.
+
+        After that, each block gets its name when it is stored. Events may be applied between the steps.
+        """
+        self._is_naming = True
+        if not self._is_named:
+            runs = [run for run in dict.fromkeys(self._run_of.values()) if run.before is None]
+            while runs:
+                run = runs.pop()
+                self._name_run(run)
+                runs += run.behind
+                yield
+        self._is_named = True
+
     def count_named(self, names: Iterable[int]) -> int:
         """Return the number of leading blocks of a prompt that are cached.
 
         Args:
             names: names of the prompt's blocks, in order; see ``block_names``.
         """
-        return sum(1 for _ in takewhile(self._index_names().__contains__, names))
+        return sum(1 for _ in takewhile(self._by_name.__contains__, names))
 
     def count_leading(self, hashes: Iterable[BlockHash]) -> int:
         """Return the number of leading blocks of a prompt that are cached.
@@ -219,8 +235,7 @@ class CachedBlocks:
         Args:
             hashes: for each block of the prompt, in order, its hash in the instance's events, or its name.
         """
-        by_name = self._index_names()
-        return sum(1 for _ in takewhile(lambda each: each in self._run_of or each in by_name, hashes))
+        return sum(1 for _ in takewhile(lambda each: each in self._run_of or each in self._by_name, hashes))
 
     def store_blocks(
         self,
@@ -267,7 +282,7 @@ class CachedBlocks:
     def clear(self) -> None:
         """Remove all blocks, and all prompts that wait for events."""
         lost = list(self._run_of_chunk)
-        for each in (self._run_of, self._orphans, self._run_of_chunk, self._tips, self._leaves, self._by_name or {}):
+        for each in (self._run_of, self._orphans, self._run_of_chunk, self._tips, self._leaves, self._by_name):
             each.clear()
         self._recent, self._less_recent = {}, {}
         self._pending.clear()
@@ -388,7 +403,7 @@ class CachedBlocks:
         self._run_of.update(placed)
         if run.start >= 0:
             self._recent.setdefault(run.end, []).append((now, run.hashes[-1]))
-        if self._by_name is not None:
+        if self._is_naming:
             self._name_run(run)
         if self._orphans:
             for block in [block for block in placed if block in self._orphans]:
@@ -443,7 +458,7 @@ class CachedBlocks:
         end = run.start + keep * run.size
         self._leaves.difference_update(tail)
         for name, block in zip(run.names[keep:], tail, strict=False):
-            if self._by_name and self._by_name.get(name) == block and block not in self._run_of:
+            if self._by_name.get(name) == block and block not in self._run_of:
                 del self._by_name[name]
         run.keep_blocks(keep)
         last = run if keep else run.before
@@ -601,35 +616,27 @@ class CachedBlocks:
         if tip is not None:
             del tip.run.tips[chunk]
 
-    def _index_names(self) -> dict[int, BlockHash]:
-        """Return the block of each name. The first call computes the names of all blocks."""
-        if self._by_name is None:
-            self._by_name = {}
-            roots = [run for run in dict.fromkeys(self._run_of.values()) if run.before is None]
-            while roots:
-                run = roots.pop()
-                self._name_run(run)
-                roots += run.behind
-        return self._by_name
-
     def _name_run(self, run: _Run) -> None:
-        """Compute the names of a run's blocks; those of the runs before it are known."""
-        assert self._by_name is not None
-        pieces, run.unnamed = run.unnamed, []
-        for (first, tokens), (end, _) in pairwise([*pieces, (len(run.hashes), b"")]):
-            name = None
-            if first or run.parent is not None:
-                owner, place = run, first - 1
-                if not first:
-                    if run.before is None:
-                        return
-                    owner = run.before
-                    place = (run.start - owner.start) // owner.size - 1
-                if not 0 <= place < len(owner.names):
-                    return
-                name = owner.names[place]
+        """Compute the names of a run's blocks, as far as their tokens and the names of the blocks before are known."""
+        while run.unnamed:
+            first, tokens = run.unnamed[0]
+            end = run.unnamed[1][0] if len(run.unnamed) > 1 else len(run.hashes)
+            name = _find_name_before(run, first)
+            if name is None and (first or run.parent is not None):
+                return
             data = tokens() if callable(tokens) else bytes(tokens)
             for content, block in zip(hash_contents(data, run.size, run.seed), run.hashes[first:end], strict=False):
                 name = name_next(name, content)
                 run.names.append(name)
                 self._by_name[name] = block
+            del run.unnamed[0]
+
+
+def _find_name_before(run: _Run, place: int) -> int | None:
+    """Return the name of the block before the one at ``place``; None if there is none, or if it has no name."""
+    owner = run
+    if not place:
+        if run.before is None:
+            return None
+        owner, place = run.before, (run.start - run.before.start) // run.before.size
+    return owner.names[place - 1] if 0 < place <= len(owner.names) else None

@@ -274,6 +274,8 @@ def test_nothing_is_left_of_blocks_that_are_gone() -> None:
 def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
     chance, clock = random.Random(seed), Clock()
     cache = CachedBlocks(lambda _: None, clock)
+    if seed % 2:
+        list(cache.name_blocks())
     for _ in range(300):
         hashes = [chance.randrange(6) for _ in range(chance.randrange(1, 4))]
         parent = chance.choice((None, chance.randrange(6)))
@@ -287,14 +289,19 @@ def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
             clock.now += chance.choice((0.1, 2.0))
             cache.settle()
     cache.remove_blocks(range(6))
-    assert (len(cache), list(cache.chunks), cache._index_names()) == (0, [], {})
+    assert (len(cache), list(cache.chunks), cache._by_name) == (0, [], {})
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_prefix_is_found_by_its_tokens_as_far_as_its_blocks_are_there(seed: int) -> None:
     chance = random.Random(seed)
     cache, stored = CachedBlocks(lambda _: None), dict[tuple[int, ...], int]()
+    naming = cache.name_blocks()  # events come before, between and after its steps
     for step in range(200):
+        if step == 50:
+            next(naming, None)
+        elif step == 100:
+            list(naming)
         prompt = [chance.randrange(2) for _ in range(4 * chance.randrange(1, 7))]
         prefixes = [tuple(prompt[:end]) for end in range(4, len(prompt) + 1, 4)]
         if chance.random() < 0.7:
@@ -309,7 +316,8 @@ def test_a_prefix_is_found_by_its_tokens_as_far_as_its_blocks_are_there(seed: in
             for each in [each for each in stored if each[: len(gone)] == gone]:
                 cache.remove_blocks([stored.pop(each)])
         expected = next((i for i, each in enumerate(prefixes) if each not in stored), len(prefixes))
-        assert cache.count_named(iterate_names(pack_tokens(prompt), 4, seed_of("", ""))) == expected
+        if step >= 100:
+            assert cache.count_named(iterate_names(pack_tokens(prompt), 4, seed_of("", ""))) == expected
         assert cache.count_leading([stored.get(each, -1) for each in prefixes]) == expected
     assert cache.block_size == (4 if stored else 0)
 
