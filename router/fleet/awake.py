@@ -48,19 +48,9 @@ class AwakeClock:
 
     async def keep_ticking(self) -> None:
         """Call ``tick`` every ``TICK_SECONDS``, until this task is cancelled."""
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
-
-        def tick_again() -> None:
-            nonlocal timer
+        while True:
             self.tick()
-            timer = loop.call_later(TICK_SECONDS, tick_again)
-
-        tick_again()
-        try:
-            await loop.create_future()
-        finally:
-            timer.cancel()
+            await asyncio.sleep(TICK_SECONDS)
 
     def _read(self, now: float) -> float:
         return self._awake_at_tick + min(now - self._ticked_at, MAX_STEP_SECONDS)

@@ -3,16 +3,14 @@
 ::
 
     UpstreamError
-    ├── NoRoom            the router's machine cannot open another connection, to any instance
-    ├── ConnectFailed     the router could not connect, so the instance has not received the request
-    │   ├── NameUnresolved    no name server responds at present; the instance may work
-    │   └── ConnectRefused    no process listens at the instance's address; a process that is shutting down may still
-    │                         finish the requests that it has accepted
-    ├── ConnectionLost    the connection ended before the response was complete
-    │   └── StaleConnection   a pooled connection ended before the first byte of the response: most likely the
-    │                         instance closed the idle connection and never received the request
-    ├── BadResponse       the instance sent bytes that are not an HTTP/1.1 response
-    └── TimedOut          the response took longer than its time limit
+    ├── NoRoom
+    ├── ConnectFailed
+    │   ├── NameUnresolved
+    │   └── ConnectRefused
+    ├── ConnectionLost
+    │   └── StaleConnection
+    ├── BadResponse
+    └── TimedOut
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class ConnectRefused(ConnectFailed):
 
 
 class NameUnresolved(ConnectFailed):
-    """The instance's host name was not resolved, because no name server responded."""
+    """The instance's host name was not resolved, because no name server responded. The instance may work."""
 
 
 class NoRoom(UpstreamError):
@@ -55,7 +53,7 @@ class ConnectionLost(UpstreamError):
 
 
 class StaleConnection(ConnectionLost):
-    """A pooled connection ended before the first byte of the response; most likely the instance got no request."""
+    """A pooled connection ended before the first byte of the response: the instance had probably closed it before."""
 
 
 class BadResponse(UpstreamError):
