@@ -49,7 +49,7 @@ def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_siz
         raise ValueError(f"block_size is {block_size}; it must be positive")
     num_full = len(token_ids) // block_size
     if len(hashes) > num_full:
-        raise ValueError(f"{len(hashes)} hashes given for {num_full} full blocks of tokens")
+        raise ValueError(f"{len(hashes)} hashes were given, but the tokens fill only {num_full} blocks")
     first = len(hashes)
     if first == num_full:
         return hashes

@@ -90,7 +90,7 @@ class Namespace:
 
     @cached_property
     def fields(self) -> dict[str, str | int]:
-        """Values of all fields by name. An empty tenant is omitted, so that older blocks keep their digest."""
+        """Values of the namespace's fields by name, without an empty tenant, so that older blocks keep their digest."""
         fields = asdict(self)
         if not self.tenant:
             del fields["tenant"]

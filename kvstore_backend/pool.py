@@ -132,7 +132,7 @@ class BlockPool:
         if keys and logger.isEnabledFor(logging.DEBUG):
             present = statuses.count(Status.OK) - stored.count(Status.OK)
             counts = (len(keys), hashes[0].hex()[:12], present, len(missing), stored.count(Status.OK))
-            logger.debug("save of %d blocks from %s: %d were there, %d sent, %d stored", *counts)
+            logger.debug("save of %d blocks from hash %s on: the pool had %d, %d were sent, %d were stored", *counts)
         return self._wait_out_late_calls(statuses, wait=wait)
 
     def put_blocks(
@@ -215,7 +215,7 @@ class BlockPool:
         return self._stack.health()
 
     def clear(self) -> Status:
-        """Remove all blocks of the namespace, for all its instances; return ``FAILED`` if some may be left."""
+        """Remove all blocks of this namespace, also for other instances; return ``FAILED`` if some may be left."""
         return self._stack.clear(self.namespace.prefix)
 
     def move_to(self, namespace: Namespace) -> None:

@@ -55,14 +55,18 @@ _Move = Callable[[Sequence[bytes], Sequence[Value]], int]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore bench``."""
-    parser.add_argument("config", nargs="?", help="configuration file of any engine, or URL; default: the environment")
-    parser.add_argument("--block-size", default="1MiB", metavar="SIZE", help="bytes of a block (default 1MiB)")
-    parser.add_argument("--blocks", type=int, default=16, metavar="N", help="blocks in a batch (default 16)")
-    parser.add_argument("--batches", type=int, default=5, metavar="N", help="batches of each operation (default 5)")
     parser.add_argument(
-        "--warm-up", type=int, default=1, metavar="N", help="batches before the measurement (default 1)"
+        "config", nargs="?", help="URL of the pool, or a configuration file of any engine; default: the environment"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument("--block-size", default="1MiB", metavar="SIZE", help="size of a block (default 1MiB)")
+    parser.add_argument("--blocks", type=int, default=16, metavar="N", help="number of blocks in a batch (default 16)")
+    parser.add_argument(
+        "--batches", type=int, default=5, metavar="N", help="number of batches of each operation (default 5)"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=1, metavar="N", help="number of batches before the measurement (default 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if min(block_bytes, arguments.blocks, arguments.batches) < 1:
         raise ConfigError("--block-size, --blocks and --batches must be at least 1")
     if arguments.warm_up < 0:
-        raise ConfigError("--warm-up must not be negative")
+        raise ConfigError(f"--warm-up is {arguments.warm_up}; it must not be negative")
     namespace = Namespace(f"kvstore-bench-{os.urandom(8).hex()}", "uint8", 1, 1, 1, 1, "bytes")
     # Three operations through two paths.
     with show_progress("bench", 6 * (arguments.warm_up + arguments.batches)) as tell:

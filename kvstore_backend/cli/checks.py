@@ -138,7 +138,7 @@ def check_events() -> Iterator[Finding]:
             text = "publishes no KV events, although it accepts --enable_kv_events"
         else:
             text = "publishes no KV events"
-    yield ok("KV events", f"this build's master {text}")
+    yield ok("KV events", f"the master in this machine's build of Mooncake {text}")
 
 
 def _find_master_program() -> Path | None:
@@ -155,7 +155,9 @@ def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
     """Check whether this machine has the devices and permissions that the configured protocol needs."""
     present = list_rdma_devices()
     if settings.protocol == "ascend":
-        yield warn("protocol", "ascend is passed to Mooncake unchanged; its links cannot be checked here")
+        yield warn(
+            "protocol", "ascend is passed to Mooncake unchanged; this command cannot check the links between the cards"
+        )
         return
     if settings.protocol == "tcp":
         if present:
@@ -209,7 +211,7 @@ def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
         with socket.socket(family) as probe:
             probe.bind(address)
     except OSError:
-        yield fail(subject, f"{name} is {address[0]}, which is not an address of this machine", remedy)
+        yield fail(subject, f"{name} resolves to {address[0]}, which is not an address of this machine", remedy)
         return
     masters = settings.list_servers(settings.master_server_addr)
     if _is_loopback(name) and not any(_is_loopback(each.rpartition(":")[0]) for each in masters):
@@ -370,7 +372,8 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
         yield warn(
             "metadata",
             text,
-            "close its port to other machines, or start the master without it: kvstore master --metadata-port 0",
+            "close this port to other machines, or start the master without a metadata server: kvstore master "
+            "--metadata-port 0",
         )
         return
     yield ok("metadata", f"a metadata server answers at {url}")
@@ -450,7 +453,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
         if name != DEFAULT_TENANT:
             yield warn(
                 subject,
-                f"{name!r} has no quota, because the master does not separate tenants; tenants have only separate keys",
+                f"the tenant {name!r} has no quota, because the master does not separate tenants; only keys differ",
                 "start the master with --tenants FILE, or leave tenant_id out",
             )
         return
@@ -463,7 +466,7 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
             f"tenant_id={name}' -d '{{\"requested_quota_bytes\": 1073741824}}'",
         )
         return
-    yield ok(subject, f"{name!r} uses {format_bytes(own.used)} of {format_bytes(own.granted)}")
+    yield ok(subject, f"the tenant {name!r} uses {format_bytes(own.used)} of {format_bytes(own.granted)}")
     promised = sum(account.granted for account in accounts.values())
     capacity = admin.fetch_metrics().get("master_total_capacity_bytes", 0.0)
     if promised > _WATERMARK * capacity:
@@ -507,7 +510,9 @@ def check_capacity(
             "capacity", "no client gives memory to the pool", "set global_segment_size in a client, such as 4GiB"
         )
     elif others and used > _FULL_SHARE * others:
-        yield warn("capacity", f"{text}; {used / others:.0%} are used", "the pool evicts blocks; give it more memory")
+        yield warn(
+            "capacity", f"{text}; {used / others:.0%} are used", "the pool evicts blocks; give the pool more memory"
+        )
     else:
         yield ok("capacity", text)
 

@@ -47,7 +47,9 @@ _SMALLEST_BLOCK = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore doctor``."""
-    parser.add_argument("config", nargs="?", help="configuration file of any engine, or URL; default: the environment")
+    parser.add_argument(
+        "config", nargs="?", help="URL of the pool, or a configuration file of any engine; default: the environment"
+    )
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint whose KV the pool will store")
     parser.add_argument(
         "--instance",
@@ -65,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-factor", type=float, default=0.92, help="HCCL-based pools: memory factor of the engine (default 0.92)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -125,7 +127,7 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield ok("configuration", _describe_config(config))
     if overridden := describe_override(arguments.config, environ=environ):
         yield warn(
-            "configuration", overridden, "set the variable for every process of this machine that joins the pool"
+            "configuration", overridden, "set MOONCAKE_PROTOCOL for every process of this machine that joins the pool"
         )
     if unknown := describe_unknown(arguments.config, environ=environ):
         yield warn("configuration", unknown, "correct the names of these keys, or remove them")
@@ -401,5 +403,7 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
             "do not use this pool; report the fault with the versions of Mooncake and of this project",
         )
     if removed is Status.FAILED:
-        return fail("trial", "put, exists and get work, but the block could not be removed", "look at the master's log")
-    return ok("trial", f"put, exists, get and remove of {_BLOCK_BYTES >> 10} KiB work, bytes equal")
+        return fail(
+            "trial", "the trial block was put, found and read, but could not be removed", "look at the master's log"
+        )
+    return ok("trial", f"a trial block of {_BLOCK_BYTES >> 10} KiB was put, found, read with equal bytes, and removed")

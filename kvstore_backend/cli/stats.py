@@ -72,7 +72,9 @@ class _PoolFigures:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore stats``."""
-    parser.add_argument("config", nargs="?", help="configuration file of any engine, or URL; default: the environment")
+    parser.add_argument(
+        "config", nargs="?", help="URL of the pool, or a configuration file of any engine; default: the environment"
+    )
     parser.add_argument(
         "--master-metrics", metavar="HOST:PORT", help="address of the master's metrics (its --metrics_port)"
     )
@@ -84,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instances whose hit rates are shown; without CONFIG, also the pool of the first instance; write CONFIG "
         "before this flag",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument(
         "--watch",
         nargs="?",

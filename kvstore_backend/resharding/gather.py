@@ -117,7 +117,7 @@ class Gatherer:
         """
         nbytes = self._family.block_bytes(self._family.own)
         if any(sum(span.nbytes for span in target) != nbytes for target in targets):
-            raise ValueError(f"targets must have {nbytes} bytes, the size of a block")
+            raise ValueError(f"each target must have {nbytes} bytes, the size of a block")
         aligned = AlignedSpan(self._family, sharding, self._heads)
         pieces = aligned.num_stored * len(aligned.ranks)
         slot = _slot_bytes(self._family.block_bytes(sharding))

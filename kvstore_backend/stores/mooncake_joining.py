@@ -164,7 +164,7 @@ def join_cluster(settings: MooncakeSettings) -> Any:
         )
     except ValueError as exc:
         raise PoolUnavailable(
-            f"Mooncake refuses its SSD folder {settings.ssd_offload_path!r} ({exc}): ssd_offload_path must be the "
+            f"Mooncake refuses the SSD folder {settings.ssd_offload_path!r} ({exc}): ssd_offload_path must be the "
             "absolute path of an existing, writable folder that is not a link"
         ) from exc
     pause = _PAUSE_FACTOR * (time.monotonic() - began)

@@ -488,7 +488,7 @@ class GuardedBackend(StorageBackend):
         except PoolUnavailable as exc:
             return str(exc), exc.pause_seconds
         except Exception as exc:  # an error in a library, which may not occur in the next try
-            logger.debug("The store could not be opened, or its memory not registered", exc_info=True)
+            logger.debug("The store could not be opened, or memory could not be registered with it", exc_info=True)
             return f"{type(exc).__name__}: {exc}", 0.0
         return None, 0.0
 

@@ -38,8 +38,6 @@ class TieredBackend(StorageBackend):
     def __init__(
         self, fast: StorageBackend, large: StorageBackend, policy: Literal["through", "back"] = "through"
     ) -> None:
-        if policy not in ("through", "back"):
-            raise ValueError(f"policy is {policy!r}; it must be through or back")
         self._fast = fast
         self.write_behind = WriteBehindBackend(large) if policy == "back" else None
         self._large: StorageBackend = self.write_behind or large

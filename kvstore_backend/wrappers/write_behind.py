@@ -80,8 +80,6 @@ class WriteBehindBackend(Wrapper):
         retry_seconds: float = _RETRY_SECONDS,
         flush_seconds: float = _FLUSH_SECONDS,
     ) -> None:
-        if arena_bytes <= 0 or batch_bytes <= 0:
-            raise ValueError(f"arena_bytes is {arena_bytes} and batch_bytes {batch_bytes}; both must be positive")
         self.dropped: Counter[str] = Counter()
         super().__init__(store)
         self._batch_bytes = batch_bytes
@@ -293,7 +291,7 @@ class WriteBehindBackend(Wrapper):
             return batch
 
     def _try_batch(self, batch: dict[str, _Block], *, is_last: bool) -> bool:
-        """Call ``_send_batch``; treat an exception of the store as a refusal of the blocks."""
+        """Write a batch with ``_send_batch``; an exception of the store counts as a refusal of the blocks."""
         try:
             return self._send_batch(batch, is_last=is_last)
         except Exception:

@@ -114,5 +114,5 @@ def test_a_block_has_tokens(block_size: int) -> None:
 
 
 def test_more_hashes_than_blocks_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="2 hashes given for 1 full blocks"):
+    with pytest.raises(ValueError, match="2 hashes were given, but the tokens fill only 1 blocks"):
         extend_block_hashes([b"a" * 32, b"b" * 32], [1, 2, 3], 2, root_hash())

@@ -40,7 +40,9 @@ _PART_SECONDS = 120.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``kvstore certify``."""
     parser.add_argument("recipe", type=Path, help="YAML file that says how to start and break a pool and its instances")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="value of a recipe's variable")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="change a variable of the recipe"
+    )
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="run only cases with this text in their names"
     )
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logs", type=Path, metavar="FOLDER", help="folder for files and logs (default: a temporary one)"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results as one HTML file, too")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,7 +129,7 @@ def _choose_cases(recipe: Recipe, only: Sequence[str], *, is_quick: bool) -> lis
     for text in only:
         if not any(text in case.name for case in cases):
             raise ConfigError(
-                f"no case has {text!r} from --only in its name{suggest_name(text, [case.name for case in cases])}"
+                f"--only is {text!r}, which is in no case's name{suggest_name(text, [case.name for case in cases])}"
             )
     return [case for case in cases if not only or any(text in case.name for text in only)]
 

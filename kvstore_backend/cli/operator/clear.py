@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_pool_arguments(parser)
     add_scope_arguments(parser, verb="remove")
     add = parser.add_argument
-    add("--all", action="store_true", help="remove all namespaces (of the tenant); keys of other software stay")
+    add(
+        "--all",
+        action="store_true",
+        help="remove the blocks of all namespaces (of the tenant); keys of other software stay",
+    )
     add("--dry-run", action="store_true", help="only print what would be removed")
     add(
         "--yes",
@@ -52,9 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="instances that report how many blocks their own caches still have; write CONFIG before this flag",
     )
-    add("--router", metavar="HOST:PORT", help="the same for all instances of this router")
+    add("--router", metavar="HOST:PORT", help="router whose instances all report their own caches, as with --instances")
     add("--token-file", type=Path, metavar="FILE", help="file with the router's admin token, if it has one")
-    add("--caches", action="store_true", help="also clear the own caches of these instances completely")
+    add(
+        "--caches",
+        action="store_true",
+        help="also clear the own caches of the instances in --instances and --router completely",
+    )
     parser.epilog = (
         "The blocks of a prefix belong to all prompts that begin with it. After the removal the command waits six "
         "seconds, and then removes the blocks that arrived meanwhile. Instances do not save their cached blocks again, "

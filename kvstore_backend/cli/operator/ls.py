@@ -62,9 +62,9 @@ def _print_namespaces(figures: dict[str, Any], *, in_full: bool) -> None:
     for each in rows if in_full else ():
         _print_manifest(each)
     if others:
-        print(f"{others} keys of other software")
+        print(f"the pool has {others} keys of other software")
     if kept:
-        print(f"{kept} keys are protected from eviction")
+        print(f"{kept} keys are pinned, which protects them from eviction")
 
 
 def _describe_entry(entry: NamespaceEntry, holdings: Holdings) -> dict[str, Any]:

@@ -27,12 +27,14 @@ __all__ = ["add_pool_arguments", "find_pool", "open_holdings"]
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that select the pool, the tenant and the output format."""
-    parser.add_argument("config", nargs="?", help="configuration file of any engine, or URL; default: the environment")
+    parser.add_argument(
+        "config", nargs="?", help="URL of the pool, or a configuration file of any engine; default: the environment"
+    )
     parser.add_argument("--tenant", metavar="NAME", help="tenant of the blocks, if the master separates tenants")
     parser.add_argument(
         "--master-metrics", metavar="HOST:PORT", help="address of the master's metrics (its --metrics_port)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
 
 
 def find_pool(source: str | None, instances: Sequence[str]) -> PoolConfig:

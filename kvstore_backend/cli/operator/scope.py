@@ -86,7 +86,12 @@ def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
     )
     named = parser.add_mutually_exclusive_group()
     named.add_argument("--prefix", metavar="TEXT", help=f"{verb} the full blocks of this text; needs --model")
-    named.add_argument("--prefix-file", metavar="FILE", type=Path, help="the same for the text in a file")
+    named.add_argument(
+        "--prefix-file",
+        metavar="FILE",
+        type=Path,
+        help=f"{verb} the full blocks of the text in this file; needs --model",
+    )
     named.add_argument(
         "--tokens", metavar="IDS", help=f"{verb} the full blocks of these token ids: 1,2,3, or @FILE with the ids"
     )

@@ -301,7 +301,7 @@ def _walk(config: Any, special: Mapping[str, object]) -> Iterator[tuple[str, obj
 
 
 def _find_default(field: dataclasses.Field[Any]) -> object:
-    """Return the default of a field; for a field without a default, a value that no field can have."""
+    """Return the default of a dataclass field, or a value that no field can have if the field has no default."""
     if field.default_factory is not dataclasses.MISSING:
         try:
             return field.default_factory()

@@ -40,7 +40,8 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
-            "context parallelism is on; KVStoreConnector shares only blocks that contain all their tokens"
+            "context parallelism is on, which divides the tokens of a block among ranks; KVStoreConnector does not "
+            "support it, so leave --kv-transfer-config out"
         )
     is_ray = parallel.distributed_executor_backend == "ray"
     if is_ray and parallel.pipeline_parallel_size > 1 and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:

@@ -372,7 +372,7 @@ def _read_size(ledger: int) -> int:
 def _read_accounts(ledger: int) -> Accounts:
     record = os.pread(ledger, _ACCOUNTS.size, _ACCOUNTS_AT)
     if len(record) < _ACCOUNTS.size:
-        raise OSError(errno.EIO, "its ledger was truncated")
+        raise OSError(errno.EIO, "the ledger of the folder was truncated")
     return Accounts(*_ACCOUNTS.unpack(record))
 
 

@@ -93,7 +93,7 @@ class FileStore(StorageBackend):
         try:
             self._ledger.clear_prefix(quote(prefix, safe=""))
         except OSError as exc:
-            logger.warning("Folder %s cannot be cleared: %s", self._folder, exc)
+            logger.warning("The blocks in the folder %s cannot be removed: %s", self._folder, exc)
             return Status.FAILED
         return Status.OK
 

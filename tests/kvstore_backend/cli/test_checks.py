@@ -148,7 +148,7 @@ def test_what_a_build_of_mooncake_publishes_is_said(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     (finding,) = checks.check_events()
     assert (finding.level, finding.subject) == ("ok", "KV events")
-    assert finding.text.startswith(f"this build's master {said}")
+    assert finding.text.startswith(f"the master in this machine's build of Mooncake {said}")
 
 
 def test_without_a_master_on_this_machine_nothing_is_said_of_its_events(

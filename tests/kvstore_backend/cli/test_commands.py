@@ -103,7 +103,7 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["bench", "memory:", "--block-size", "100TB"], "which is more memory than this machine has"),
         (["bench", "memory:", "--blocks", "0"], "--block-size, --blocks and --batches must be at least 1"),
         (["bench", "memory:?size=1MiB", "--block-size", "1MiB"], "the pool may be too small"),
-        (["bench", "memory:", "--warm-up", "-1"], "--warm-up must not be negative"),
+        (["bench", "memory:", "--warm-up", "-1"], "--warm-up is -1; it must not be negative"),
         (["bench"], "no pool is configured"),
         (
             ["master", "--eviction-ratio", "3", "--print"],

@@ -175,7 +175,7 @@ def test_a_late_call_writes_into_memory_that_nobody_uses_meanwhile() -> None:
 def test_targets_of_another_size_than_a_block_are_refused() -> None:
     reading = Reading(MemoryStore(1 << 20))
     wrong = Memory(reading.memories[0].nbytes - 1)
-    with pytest.raises(ValueError, match="targets must have 384 bytes"):
+    with pytest.raises(ValueError, match="each target must have 384 bytes"):
         reading.gatherer.read_blocks(reading.sharding, reading.names, 0, [reading.memories[0].value, wrong.value])
 
 

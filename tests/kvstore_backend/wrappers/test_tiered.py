@@ -213,11 +213,6 @@ def test_another_instance_would_be_told_what_the_large_tier_has(
         assert (tiers.exists(["a"]), tiers.exists_for_all(["a"])) == ([OK], [ABSENT])
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="policy is 'around'; it must be through or back"):
-        TieredBackend(MemoryStore(1), MemoryStore(1), "around")  # type: ignore[arg-type]
-
-
 def test_health_tells_of_both(through: TieredBackend) -> None:
     memory = Memory(NBYTES)
     through.put(["a"], [memory.value])

@@ -336,12 +336,6 @@ class TestClosing:
         assert not behind.flush_writes(0.01)
 
 
-@pytest.mark.parametrize("sizes", [{"arena_bytes": 0}, {"batch_bytes": 0}, {"batch_bytes": -1}])
-def test_sizes_must_be_positive(sound: MemoryStore, sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="both must be positive"):
-        WriteBehindBackend(sound, **sizes)
-
-
 class TestStoresThatRaise:
     """None may; one that does costs blocks and no more."""
 

@@ -251,7 +251,7 @@ def test_unknown_names_on_the_command_line_are_one_sentence(tmp_path: Path) -> N
     for flags, sentence in (
         (("--set", "modle=x"), "--set modle: the recipe has no such variable; did you mean model?"),
         (("--set", "model"), "--set is 'model'; it must be NAME=VALUE"),
-        (("--only", "no faults"), "no case has 'no faults' from --only in its name; did you mean no fault?"),
+        (("--only", "no faults"), "--only is 'no faults', which is in no case's name; did you mean no fault?"),
     ):
         ended = kvstore("certify", recipe, *flags)
         assert (ended.status, sentence in ended.errors) == (1, True), ended.errors
