@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import re
@@ -37,6 +38,8 @@ PAGES_WITH_COMMANDS = sorted(
 ON_PYPI = {"mooncake-transfer-engine-npu", "nixl==1.5.1"}
 DASHBOARD = ROOT / "router" / "console" / "dashboard" / "views"
 OURS = re.compile(r"(?:kvrouter|kvstore|python -m)\b")
+# A search of a log for words in it, not for lines of JSON.
+SEARCHED = re.compile(r"^grep (?:-E )?'([^'^]+)' log_", re.MULTILINE)
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(52700|52400|52500)(/[\w/]*)")
 
 
@@ -188,3 +191,26 @@ def commands(text: str) -> list[tuple[str, str]]:
 def named(text: str) -> set[str]:
     """The flags, files and names in its sentences."""
     return set(CODE.findall(COMMANDS.sub("", text)))
+
+
+def _texts_of_our_code() -> list[str]:
+    """All texts in the packages, with x in place of each value in an f-string."""
+    texts = []
+    for package in ("router", "kvstore_backend", "engine", "kvcommon"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "x" for part in node.values]
+                    texts.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    return texts
+
+
+def test_what_the_runbook_searches_in_logs_is_written_there() -> None:
+    texts = _texts_of_our_code()
+    searched = SEARCHED.findall((DOCS / "runbook.md").read_text())
+    assert len(searched) >= 5
+    for pattern in searched:
+        for each in [pattern] if "(" in pattern else pattern.split("|"):
+            assert any(re.search(each, text) for text in texts), each
