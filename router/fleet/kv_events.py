@@ -521,6 +521,8 @@ class _Feed:
         self._expected, self._last, self._last_ts = number + 1, data, batch.ts
         self._lacks_events &= number > 0
         removed: list[BlockHash] = []
+        if self._lacks_events:
+            self.cache.forget_copies()
         for event in batch.events:
             if isinstance(event, BlockRemoved):
                 if self._is_own(event):
@@ -615,6 +617,8 @@ def _pack_first(token_ids: list[int] | msgspec.Raw, count: int) -> bytes:
     """Return the first ``count`` tokens of an event as bytes; none if they are damaged."""
     try:
         return pack_tokens(decode_member(token_ids)[:count])
-    except (ValueError, TypeError, OverflowError) as exc:
+    except TypeError:
+        return b""  # with EAGLE, SGLang sends pairs of tokens; such blocks have no names
+    except (ValueError, OverflowError) as exc:
         _log.warning("the tokens of a KV event cannot be read: %s", exc)
         return b""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -160,6 +161,8 @@ class CachedBlocks:
         self._run_of: dict[BlockHash, _Run] = {}
         """The run of each cached block."""
         self._size = 0
+        self._copies: Counter[BlockHash] = Counter()
+        """The number of further copies of each block that is cached several times."""
         self._orphans: dict[BlockHash, dict[_Run, None]] = {}
         """The runs whose parent is not cached, by the parent's hash."""
         self._by_name: dict[int, BlockHash] = {}
@@ -171,10 +174,10 @@ class CachedBlocks:
         """The tip of each associated prompt, by the prompt's last whole chunk."""
         self._leaves: set[BlockHash] = set()
         """The last blocks of associated prompts."""
-        # The last block of each recent event, and the time of the event, by the number of tokens up to the block's end.
-        # Two generations, as in ``PrefixIndex``.
-        self._recent: dict[int, list[tuple[float, BlockHash]]] = {}
-        self._less_recent: dict[int, list[tuple[float, BlockHash]]] = {}
+        # The time of each recent event, its last block, and the number of its blocks, by the number of tokens up to the
+        # last block's end. Two generations, as in ``PrefixIndex``.
+        self._recent: dict[int, list[tuple[float, BlockHash, int]]] = {}
+        self._less_recent: dict[int, list[tuple[float, BlockHash, int]]] = {}
         self._turned_at = clock()
         self._pending: list[tuple[float, int, PlacedPrompt]] = []
         """A heap of the prompts without known blocks: the time of the next search, a unique number, the prompt."""
@@ -263,7 +266,9 @@ class CachedBlocks:
         if self._run_of.keys().isdisjoint(hashes):
             self._store_run(hashes, parent, block_size, now, tokens, seed)
             return
-        # Some blocks are stored a second time, by a request that ran at the same time. They stay where they are.
+        # Some blocks are stored a second time, by a request that ran at the same time, or that computed the last block
+        # of a cached prompt again. They stay where they are, until the instance has evicted all copies.
+        self._copies.update(filter(self._run_of.__contains__, dict.fromkeys(hashes)))
         for run, group in groupby(dict.fromkeys(hashes), self._find_placed):
             blocks = list(group)
             if run is None:
@@ -271,19 +276,31 @@ class CachedBlocks:
                 self._store_run(blocks, parent, block_size, now, b"", seed)
             else:
                 run.stored_at = now
-                self._recent.setdefault(run.find_end(blocks[-1]), []).append((now, blocks[-1]))
+                self._recent.setdefault(run.find_end(blocks[-1]), []).append((now, blocks[-1], len(blocks)))
             parent = blocks[-1]
 
     def remove_blocks(self, hashes: Sequence[BlockHash]) -> None:
-        """Remove blocks that the instance has evicted. Blocks after an evicted block are cached, but cannot be used."""
+        """Remove blocks that the instance has evicted. Blocks after an evicted block are cached, but cannot be used.
+
+        If several copies of a block are cached, one of them is removed.
+        """
+        if self._copies:
+            hashes = [block for block in hashes if not self._remove_copy(block)]
         if lost := self._remove(hashes):
             self._drop_chunks(lost)
+
+    def forget_copies(self) -> None:
+        """Assume that each block is cached once. Call this if events may be missing: a missing event about the removal
+        of a copy would have the effect that the block stays.
+        """
+        self._copies.clear()
 
     def clear(self) -> None:
         """Remove all blocks, and all prompts that wait for events."""
         lost = list(self._run_of_chunk)
         for each in (self._run_of, self._orphans, self._run_of_chunk, self._tips, self._leaves, self._by_name):
             each.clear()
+        self._copies.clear()
         self._recent, self._less_recent = {}, {}
         self._pending.clear()
         self._named.clear()
@@ -402,7 +419,7 @@ class CachedBlocks:
         run.add_blocks(placed, tokens if len(placed) == len(hashes) else b"", now)
         self._run_of.update(placed)
         if run.start >= 0:
-            self._recent.setdefault(run.end, []).append((now, run.hashes[-1]))
+            self._recent.setdefault(run.end, []).append((now, run.hashes[-1], len(placed)))
         if self._is_naming:
             self._name_run(run)
         if self._orphans:
@@ -444,6 +461,15 @@ class CachedBlocks:
                 self._cut(run, list(hashes[at:end]), lost)
             at = end
         return lost
+
+    def _remove_copy(self, block: BlockHash) -> bool:
+        """Remove one of several copies of a block; return False if there are not several."""
+        count = self._copies.get(block, 0)
+        if count > 1:
+            self._copies[block] = count - 1
+        elif count:
+            del self._copies[block]
+        return count > 0
 
     def _cut(self, run: _Run, removed: list[BlockHash], lost: list[int]) -> None:
         """Remove blocks from a run. The blocks after them become runs of their own, whose parents are not cached."""
@@ -528,22 +554,20 @@ class CachedBlocks:
     def _find_leaf(self, prompt: PlacedPrompt) -> BlockHash | None:
         """Return the last whole block of a prompt; None if no chain of blocks fits, or several fit.
 
-        An engine stores this block when it has computed the prompt, so that it is the last block of an event.
+        An engine stores this block when it has computed the prompt. Usually it is the last block of an event then. But
+        SGLang may send the blocks of the prompt and of the response in one event.
         """
         size = self._size or 1
-        end = prompt.prompt_tokens // size * size
+        end, total = prompt.prompt_tokens // size * size, prompt.total_tokens
         known = next((chunk for chunk in reversed(prompt.chunks) if chunk in self._run_of_chunk), None)
         cached = prompt.cached_tokens
         fitting: list[BlockHash] = []
         if cached is None or cached < end:  # otherwise the instance stored no block for this prompt
-            for at, block in chain(reversed(self._recent.get(end, ())), reversed(self._less_recent.get(end, ()))):
-                if at < prompt.sent_at or len(fitting) > 1:
+            # An engine stores no KV of the last token. If it has a block for each pair of tokens, there is one less.
+            for event_end in (end, *range(max(end + size, (total - 2) // size * size), total + 1, size)):
+                fitting = self._list_stored(end, event_end, known, prompt.sent_at)
+                if fitting:
                     break
-                run = self._find_placed(block)
-                if run is None or run.find_end(block) != end or block in self._leaves or block in fitting:
-                    continue
-                if known is None or self._is_behind(run, end, known):
-                    fitting.append(block)
         if cached is None and known is None:
             return None
         if len(fitting) == 1:
@@ -551,6 +575,32 @@ class CachedBlocks:
         if fitting or known is None or cached is None or cached < end - size:
             return None
         return self._descend(known, end)  # the whole prompt was cached, so its chain continues the known one
+
+    def _list_stored(self, end: int, event_end: int, known: int | None, since: float) -> list[BlockHash]:
+        """Return the blocks that end at ``end`` tokens, were stored since a time, and may be the last one of a prompt.
+
+        Args:
+            event_end: end of the last block of the events that are searched.
+            known: the last associated chunk of the prompt; None if there is none.
+        """
+        found: list[BlockHash] = []
+        recent, less_recent = self._recent.get(event_end, ()), self._less_recent.get(event_end, ())
+        for at, block, num_blocks in chain(reversed(recent), reversed(less_recent)):
+            if at < since or len(found) > 1:
+                break
+            run = self._find_placed(block)
+            if run is None or run.find_end(block) != event_end or event_end - num_blocks * run.size >= end:
+                continue
+            if end < event_end:
+                while run.start >= end and run.before is not None:
+                    run = run.before
+                place, odd = divmod(end - run.start, run.size)
+                if odd or not 0 < place <= len(run.hashes):
+                    continue
+                block = run.hashes[place - 1]
+            if block not in self._leaves and block not in found and (known is None or self._is_behind(run, end, known)):
+                found.append(block)
+        return found
 
     def _find_block_end(self, chunk: int) -> tuple[_Run, int]:
         """Return the run in which an associated chunk ends, and the number of tokens up to the end of its block."""

@@ -189,6 +189,26 @@ def test_events_of_other_media_and_damaged_ones_do_not_change_what_is_known(foll
     assert set(followed.policy.caches[KEY]) == {1}
 
 
+def test_a_copy_whose_removal_was_lost_does_not_keep_its_block(followed: Followed) -> None:
+    publisher = followed.publisher
+    publisher.publish(*2 * [BlockStored([1], None, [], 64)])
+    followed.wait_for_blocks()
+    publisher.publish(BlockRemoved([1]), is_lost=True)
+    del publisher.sent[1]
+    publisher.publish(BlockRemoved([1]))
+    followed.wait_for("degraded")
+    followed.wait_for_blocks()
+
+
+def test_blocks_of_pairs_of_tokens_are_known_exactly(followed: Followed, caplog: pytest.LogCaptureFixture) -> None:
+    event = BlockStored([1], None, [(5, 6), (6, 7)], 2)  # type: ignore[list-item]
+    followed.publisher.publish(event)
+    followed.publisher.blocks.add(1)
+    followed.wait_for_blocks()
+    assert followed.instance.cache_known == "exact"
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
 def test_an_instance_that_is_removed_is_not_followed_any_more(followed: Followed) -> None:
     followed.remove()
     wait_until(lambda: KEY not in followed.policy.caches, "the instance to be forgotten")

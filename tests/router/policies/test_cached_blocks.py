@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 import pytest
@@ -182,6 +182,37 @@ def test_a_chain_that_belongs_to_one_prompt_does_not_fit_another() -> None:
     assert cache.settle() == [(second, 4)]
 
 
+@pytest.mark.parametrize("size", [1, 100])
+def test_a_prompt_is_found_in_an_event_that_has_its_response_too(size: int) -> None:
+    clock = Clock()
+    cache = CachedBlocks(lambda _: None, clock)
+    for first in (0, 1000):  # the first one has the same length, but was stored before
+        clock.now += 10
+        cache.store_blocks(range(first, first + 2), None, size)
+        cache.store_blocks(range(first + 2, first + 7), first + 1, size)  # SGLang merges them
+    prompt = prompt_of([11, 12], 5 * size, sent_at=clock.now)._replace(total_tokens=7 * size + 1)
+    cache.note_prompt(prompt)
+    clock.now += 2
+    assert cache.settle() == [(prompt, 1004)]
+    assert cache.find_end(12, b"more") == (7 * size, 100.0)
+
+
+def test_a_block_that_is_cached_twice_is_there_until_both_copies_are_evicted() -> None:
+    dropped = list[int]()
+    cache = CachedBlocks(dropped.extend)
+    for _ in range(2):  # as vLLM does with the last block of a prompt of which all blocks are cached
+        cache.store_blocks([1, 2, 3], None, 100)
+    cache.associate(prompt_of([11, 12, 13], 300), 3)
+    cache.remove_blocks([3, 2])
+    assert (list(cache), dropped) == ([1, 2, 3], [])
+    cache.remove_blocks([3, 1, 1])
+    assert (list(cache), sorted(dropped)) == ([2], [11, 12, 13])
+    cache.clear()
+    cache.store_blocks([1], None, 100)
+    cache.remove_blocks([1])
+    assert not list(cache)
+
+
 def test_a_response_is_expected_up_to_the_block_after_which_two_continue() -> None:
     cache = CachedBlocks(lambda _: None)
     for block, parent in ((1, None), (2, 1), (3, 2), (4, 2)):
@@ -217,7 +248,7 @@ def test_a_removed_block_takes_the_chunks_of_all_that_follow() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chunk_is_lost_with_its_block_and_with_each_block_before_it(seed: int) -> None:
     chance, dropped = random.Random(seed), list[int]()
-    cache, stored, placed = CachedBlocks(dropped.extend), set[int](), dict[int, list[int]]()
+    cache, stored, placed = CachedBlocks(dropped.extend), Counter[int](), dict[int, list[int]]()
     for _ in range(200):
         prompt = tuple(chance.randrange(2) for _ in range(chance.randrange(1, 8)))
         hashes = [hash(("block", prompt[: end + 1])) for end in range(len(prompt))]
@@ -225,14 +256,14 @@ def test_a_chunk_is_lost_with_its_block_and_with_each_block_before_it(seed: int)
         if chance.random() < 0.5:
             first = min(known, chance.randrange(8))  # a request that ran at the same time stores blocks again
             cache.store_blocks(hashes[first:], hashes[first - 1] if first else None, 10)
-            stored |= set(hashes)
+            stored.update(hashes[first:])
             known = len(hashes)
         elif stored:
             some = chance.sample(sorted(stored), min(len(stored), chance.randrange(1, 5)))
             removed = hashes[:known][::-1] if chance.random() < 0.5 else some
             cache.remove_blocks(removed)
-            stored -= set(removed)
-            lost = {chunk for chunk, path in placed.items() if not stored.issuperset(path)}
+            stored -= Counter(removed)
+            lost = {chunk for chunk, path in placed.items() if not stored.keys() >= set(path)}
             assert sorted(lost) == sorted(dropped)
             for chunk in lost:
                 del placed[chunk]
@@ -242,7 +273,7 @@ def test_a_chunk_is_lost_with_its_block_and_with_each_block_before_it(seed: int)
             chunks = [hash(("chunk", prompt[: end + 1])) for end in range(known)]
             cache.associate(PlacedPrompt(chunks, 10.0, b"", 10 * known, 0, 10 * known, 0.0, 1.0), hashes[known - 1])
             placed |= {chunk: hashes[: end + 1] for end, chunk in enumerate(chunks)}
-        assert set(cache) == stored
+        assert set(cache) == stored.keys()
         assert set(cache.chunks) == placed.keys()
 
 
@@ -288,6 +319,7 @@ def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
             cache.note_prompt(prompt_of([chance.randrange(5)], chance.randrange(1, 300), sent_at=clock.now))
             clock.now += chance.choice((0.1, 2.0))
             cache.settle()
+    cache.forget_copies()
     cache.remove_blocks(range(6))
     assert (len(cache), list(cache.chunks), cache._by_name) == (0, [], {})
 
