@@ -62,7 +62,8 @@ class PoolAware(PrefixPolicy):
         self._kept_seconds = self._max_kept_seconds  # how long an instance caches a chunk after its last use
         self._mean_queue = 0.0
         self._mean_work = 0.0
-        self._pool_expected = self._pool_found = 100_000.0  # in tokens; equal, as if the pool had lacked none
+        # In tokens. They are equal, as if the pool had lacked none; and small, so that a missing pool is soon noticed.
+        self._pool_expected = self._pool_found = 10_000.0
         self.alpha = 1.0
         """Cost of one token of work, in queued tokens."""
         self.fetch_cost = 1.0
