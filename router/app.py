@@ -289,7 +289,7 @@ class RouterApp:
         return "the router is stopping" if self.proxy.is_leaving else self.selector.find_obstacle()
 
     def _gather_services(self) -> Services:
-        """Return the parts of the router that the code for serving requests needs."""
+        """Return those parts of the router that ``Proxy`` needs for serving requests."""
         return Services(
             settings=self.settings,
             auth=self.auth,
@@ -427,7 +427,7 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
             if is_instance:
                 instance = await router.health.probe_and_register(Registration.from_fields(fields))
         except (BadBody, RegistrationError) as exc:
-            _log.warning("registration refused: %s", exc)
+            _log.warning("a registration was refused: %s", exc)
             return _refuse_registration(router.settings, exc)
         if not is_instance:
             return await _answer_index(router, BlockIndex.register, fields, content_type)
@@ -775,7 +775,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
 
 
 def _describe_target(instance: Instance) -> dict[str, Any]:
-    """Return an instance as a target for Prometheus (http_sd_configs). It contains no more than ``/metrics`` does."""
+    """Return an instance as a target for Prometheus (http_sd_configs). It shows nothing that ``/metrics`` hides."""
     registration = instance.registration
     address = instance.address._replace(port=registration.metrics_port)
     labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}

@@ -103,7 +103,7 @@ class WaitingLine(Generic[T]):
 
 
 class _Level(Generic[T]):
-    """Requests of one priority."""
+    """The waiting requests of one priority."""
 
     __slots__ = ("clients", "passed_over")
 

@@ -144,7 +144,7 @@ async def _check_loss(router: RouterClient, instances: Sequence[str], flags: arg
     elif not _is_terminal():
         raise RouterError(f"{loss}; nothing was drained. Start another instance first, or use --force")
     elif not await asyncio.to_thread(_is_confirmed, f"{loss}; drain anyway? [y/N] "):
-        raise RouterError("nothing was drained")
+        raise RouterError("nothing was drained, because the question was not answered with y")
 
 
 def _is_terminal() -> bool:

@@ -229,7 +229,7 @@ def _describe_running(process: str, entry: dict[str, Any], last: float) -> Itera
 def _to_seconds(microseconds: float) -> float:
     seconds = microseconds / 1e6
     if not abs(seconds) < 1e11:  # the limit for the times of entries
-        raise ValueError(f"{seconds} seconds")
+        raise ValueError(f"a time is {seconds} s")
     return seconds
 
 

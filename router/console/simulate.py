@@ -151,7 +151,7 @@ class _Blocks:
         return next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def use_blocks(self, blocks: Iterable[int]) -> None:
-        """Add these blocks to the cache, or mark them as just used."""
+        """Add to the cache those of the blocks that are not in it, and mark all of them as just used."""
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -516,7 +516,7 @@ class _Progress:
         self._bar.stop()
 
     def show(self, policy: str, before: int, number: int) -> None:
-        """Show the progress: ``before`` requests were replayed with earlier policies, ``number`` with this policy."""
+        """Show the progress: ``before`` requests were replayed with earlier policies, ``number`` with ``policy``."""
         done, now = before + number, time.monotonic()
         self._bar.update(self._task, completed=done, description=policy)
         if self._bar.disable and now - self._printed_at >= _LINE_SECONDS:

@@ -192,7 +192,7 @@ class _Stream:
         """Do nothing, because the gateway ends the stream."""
 
     def write(self, message: Any) -> None:
-        """Send a message to the gateway, after earlier messages."""
+        """Send a message to the gateway, as soon as all earlier messages were sent."""
         self._outbox.append(message)
         self._flush_soon()
 

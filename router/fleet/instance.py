@@ -208,8 +208,7 @@ class Instance:
         }
 
     def weight(self, now: float) -> float:
-        """Return the factor, at the time ``now``, by which the instance's part of the requests is multiplied: from 0 to
-        1.
+        """Return the factor (0 to 1) by which the instance's part of the requests is multiplied at the time ``now``.
 
         The factor is ``share``. For some time after a restart of the instance, the factor is less than ``share``.
         """

@@ -70,7 +70,7 @@ class Registry:
         instance = self._instances.get(registration.key)
         if instance is None:
             _log.info("%s instance %s registered", registration.role.value, registration.key)
-            _log.debug("its registration: %s", dict(registration.fields))
+            _log.debug("the registration of instance %s: %s", registration.key, dict(registration.fields))
             return self._add_instance(self._make_instance(registration, now, proven=True))
         _log.debug("%s instance %s registered again: %s", registration.role.value, registration.key, instance)
         instance.renew_registration(registration, now)

@@ -399,7 +399,7 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple[str, int, int]]:
-    """Yield the same as ``_members`` for a long body. The time depends on its bytes, not on the number of its values.
+    """Yield the members of a long body, as ``_members`` does, in a time that does not grow with the number of values.
 
     Args:
         hidden: ``data`` with its escapes hidden, if the caller has it.

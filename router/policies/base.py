@@ -377,7 +377,7 @@ def _encode_sequence(prompt: Any) -> bytes:
 
 
 def _clip_members(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``members`` without most of the prompt's text after its first ``_MAX_BYTES`` bytes."""
+    """Return ``members`` with only about the first ``_MAX_BYTES`` bytes of the prompt's text."""
     clipped, room = dict(members), _MAX_BYTES
     for name in (*_RENDERED_FIRST, "messages", "input"):
         if name in members:

@@ -278,7 +278,7 @@ class PrefixIndex:
             self._never_aged |= self._assign_bit(key)
 
     def _turn_generations(self, coming: int) -> float:
-        """Return the time. Begin a new generation if the current one is too old, or too full for ``coming`` entries."""
+        """Begin a new generation if the current one is too old, or too full for ``coming`` entries. Return the time."""
         now = self._clock()
         age = now - self._turned_at
         if age < self._half_life:

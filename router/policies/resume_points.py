@@ -32,10 +32,10 @@ class _End(NamedTuple):
 
 
 class ResumePoints:
-    """For ends of known prefixes: at which chunk an instance resumes instead, as the last responses show.
+    """Predicts how many chunks of a cached prefix an instance really uses, from the cached tokens in its responses.
 
     Args:
-        lifetime_seconds: after this time without a response, what was learned of an end of a prefix is forgotten.
+        lifetime_seconds: after this time without a response, what was learned about a prefix is forgotten.
         clock: returns the time in seconds.
     """
 

@@ -61,11 +61,11 @@ class AbortScope:
         return {"tag": self.tag, "asked": self.asked and sorted(self._ids)}
 
     def reaches(self, tag: str) -> bool:
-        """Return whether the abort may select requests of the client with this tag."""
+        """Return whether the abort may select requests of the client whose tag is ``tag``."""
         return not self.tag or self.tag == tag
 
     def matching_ids(self, ids: EngineIds, tag: str) -> Collection[str]:
-        """Return those ids of the abort that select a certain request.
+        """Return those ids of the abort that select the request with the ids ``ids``.
 
         Args:
             ids: the ids by which the client knows the request.
@@ -229,7 +229,9 @@ def read_asked_ids(members: Mapping[str, Any]) -> list[Any] | None:
         if not (isinstance(asked, list) and asked):
             raise BadBody('the body must have "req_ids", a list of request ids, or "abort_all": true', "req_ids")
         if len(asked) > MAX_IDS:
-            raise BadBody(f"req_ids has {len(asked)} ids; one request may have {MAX_IDS}: send several", "req_ids")
+            raise BadBody(
+                f"req_ids has {len(asked)} ids; at most {MAX_IDS} are allowed; send several requests", "req_ids"
+            )
         if any(isinstance(each, list | dict) for each in asked):
             raise BadBody("req_ids has a list or an object in it; each id must be a text", "req_ids")
     try:

@@ -318,7 +318,7 @@ class LegMaker:
         return head._replace(start=head.start + lines)
 
     def _cut_members(self, plan: LegPlan) -> dict[str, bytes]:
-        """Return the members that each leg gets, without those that would undo the changes for prefill."""
+        """Return the members that both legs get, without those that would undo the changes in ``plan`` for prefill."""
         undone = {*plan.members, *plan.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 

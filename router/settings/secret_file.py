@@ -82,7 +82,7 @@ def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]
     if not (isinstance(node, yaml.MappingNode) and all(_is_entry(name, entry) for name, entry in node.value)):
         raise SettingsError(
             f"{setting} {path} must have lines 'name: key' or 'name: {{key: KEY, tokens_per_sec: 500, priority: 0}}', "
-            "or one key a line and no ':' anywhere"
+            "or one key per line and no ':' anywhere"
         )
     pairs = []
     for name, entry in node.value:

@@ -247,7 +247,9 @@ def _read_document(path: Path, flag: str) -> Any:
 
 
 def _check_single(path: Path, name: str, value: Any) -> str:
-    """Return the unknown ``name``. Refuse a map as its value, which may contain a setting that protects the router."""
+    """Return ``name``, which is not a setting. If its value is a map, refuse it: it may contain a setting that protects
+    the router.
+    """
     if isinstance(value, dict):
         raise SettingsError(
             f"{path}: {name} is a group of settings, but the router has no such group; --config takes a flat "
@@ -270,7 +272,7 @@ def _warn_of_unknown(path: Path, unknown: Sequence[str], known: Collection[str])
             raise SettingsError(f"{path}: {name} is not a setting of the router; did you mean {near}?")
         if _PROTECTING_WORDS & set(re.split("[.-]", lowered)):
             raise SettingsError(
-                f"{path}: {name} is not a setting of the router; these are: {', '.join(sorted(_PROTECTING))}"
+                f"{path}: {name} is not a setting of the router; use one of: {', '.join(sorted(_PROTECTING))}"
             )
     if not unknown:
         return ()

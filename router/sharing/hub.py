@@ -80,7 +80,7 @@ class Hub:
         channel.send_message("state", self._trouble)
 
     def forget_worker(self, name: str) -> None:
-        """Remove a worker that has ended, notify its peers, and stop waiting for its answers."""
+        """Remove the worker ``name``, which has ended; tell the other workers, and stop waiting for its answers."""
         if self._workers.pop(name, None) is None:
             return
         self._forward(name, "gone", name)

@@ -197,7 +197,7 @@ class SharedState:
                 pipeline.expire(key, PREFIXES_EXPIRY_SECONDS)
                 await pipeline.execute()
         except (RedisError, OSError) as exc:
-            _log.warning("prefixes could not be sent to another router: %s", exc)
+            _log.warning("a new router asked for the prefixes, but they could not be sent to it: %s", exc)
 
     async def _exchange_messages(self) -> None:
         """Connect to Redis, and exchange messages until something fails."""

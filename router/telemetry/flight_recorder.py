@@ -231,7 +231,7 @@ class FlightRecorder:
             _log.error("the flight recorder has stopped: %s cannot be written: %s", self._path, exc.strerror)
             self._close_file()
         except Exception:
-            _log.exception("the flight recorder has stopped")
+            _log.exception("the flight recorder has stopped because of an unexpected error")
             self._close_file()
 
     def _close_file(self) -> None:

@@ -463,7 +463,7 @@ def _name_by_url(samples: Sequence[Sample], urls: Mapping[str, str]) -> Iterator
 
 
 class _Families(Collector):
-    """A collector for prometheus_client that returns existing families."""
+    """A collector for prometheus_client that returns metric families which were computed before."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families

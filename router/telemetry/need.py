@@ -68,7 +68,7 @@ class InstancesNeeded:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def take_sample(self) -> None:
-        """Store the present load of all instances as a sample."""
+        """Store the present load of the instances, in one sample for each role."""
         for role, samples in self._samples.items():
             instances = self._list_instances(role)
             token_seconds = self._token_seconds(role)

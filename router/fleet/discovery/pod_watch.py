@@ -87,7 +87,7 @@ class PodWatch:
                 while True:
                     await self._watch_pods()
             except Gone:
-                _log.debug("the watch is too far behind; the pods are listed again")
+                _log.debug("the API server no longer has the changes since the last event; the pods are listed again")
                 if self._has_response:
                     continue
             except (ApiFailure, UpstreamError, SettingsError) as exc:

@@ -81,7 +81,7 @@ class ResponseMerger:
 
     @property
     def complete(self) -> bool:
-        """Whether the preempted segments have all requested tokens."""
+        """Whether the segments that were preempted already have as many tokens as the client requested."""
         return bool(self._ids) and count_remaining(self._body.members, len(self._ids)) == 0
 
     @property
@@ -98,7 +98,7 @@ class ResponseMerger:
         return resume_by_ids(self._body.members, self._ids) if self._ids else {}
 
     def make_end(self) -> bytes:
-        """Return the response, if ``complete``."""
+        """Return the response that joins all segments. Call this only if ``complete`` is true."""
         response = self._last
         choice = find_choices(response)[0]
         choice["finish_reason"] = "length"

@@ -372,7 +372,7 @@ class StreamMerger:
                     self._texts.append(text)
 
     def _merge_events(self, events: bytes) -> bytes:
-        """Process events like ``feed``, if each event must be parsed."""
+        """Parse and process each event, and return the bytes to send to the client, like ``feed``."""
         self._fold_events()
         given: list[bytes] = []
         for event in split_events(events):

@@ -183,7 +183,7 @@ def test_a_client_aborts_its_own_waiting_request_and_no_other(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b'{"req_ids": [%s]}' % b",".join([b'"a"'] * (MAX_IDS + 1)), "req_ids has 1001 ids; one request may have 1000"),
+        (b'{"req_ids": [%s]}' % b",".join([b'"a"'] * (MAX_IDS + 1)), "req_ids has 1001 ids; at most 1000 are allowed"),
         (b'{"req_ids": ["\\ud800"]}', "the body cannot be encoded as JSON: str is not valid UTF-8"),
         (b'{"req_ids": [["a"]]}', "req_ids has a list or an object in it"),
         (b'{"req_ids": ["a"], "more": %s}' % (b"[" * 400 + b"]" * 400), "cannot be encoded as JSON: Recursion"),

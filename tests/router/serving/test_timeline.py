@@ -48,7 +48,7 @@ def test_registrations_are_told(
     router = make_router(instance)
     instance.register(router.url)
     told = "\n".join(lines_of(caplog))
-    assert "its registration: {'role': 'mixed'" in told
+    assert f"the registration of instance {instance.key}: {{'role': 'mixed'" in told
     assert f"mixed instance {instance.key} registered again: <Instance mixed" in told
 
 

@@ -26,7 +26,7 @@ _FORMAT_VALUE = (
 
 @dataclass(frozen=True)
 class Series:
-    """The values of one line or bar colour in a chart, one for each piece of time."""
+    """A line of a chart, or its bars of one colour: one value for each piece of the chart's time range."""
 
     name: str
     colour: str
@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Trend:
-    """The values of a small line without axes, one for each piece of time."""
+    """A small line without axes: one value for each piece of its time range."""
 
     name: str
     text: str

@@ -195,7 +195,7 @@ class _Switch:
         ui.run_javascript(f"document.cookie = '{COOKIE}={choice};path=/;SameSite=Strict;max-age=31536000'")
 
     def _name_choice(self) -> str:
-        """Show the name of the present choice on the button. Return the value of the cookie that stores this choice."""
+        """Show the chosen colours on the button. Return the value of the cookie that stores the choice."""
         name, icon, cookie = _LOOKS[self._dark.value]
         self._button.props(f'icon="{icon}" aria-label="Colours: {name}" title="Colours: {name}"')
         return cookie
