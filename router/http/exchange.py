@@ -438,8 +438,11 @@ class Connection(asyncio.Protocol):
         error = None
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            error = BadResponse(f"{self.address} sent a response that is not HTTP: {exc}")
+        except httptools.HttpParserUpgrade:
+            error = BadResponse(f"{self.address} sent a response that switches to another protocol")
+        except httptools.HttpParserError as exc:
+            # The context is an error that ``on_headers_complete`` raised.
+            error = BadResponse(f"{self.address} sent a response that is not valid HTTP: {exc.__context__ or exc}")
         exchange, pieces = self._exchange, self._pieces
         if not exchange.status and error is None:
             self._head_bytes += len(data)
@@ -504,9 +507,9 @@ class Connection(asyncio.Protocol):
         """Handle httptools's event: the head of the response is complete."""
         status = self._parser.get_status_code()
         if not 100 <= status <= 599:
-            raise ValueError(f"status {status}")
+            raise ValueError(f"the status is {status}")
         if len(self._headers) > MAX_HEADERS:
-            raise ValueError(f"more than {MAX_HEADERS} headers")  # the parser reports it to ``data_received``
+            raise ValueError(f"it has more than {MAX_HEADERS} headers")
         self._is_informational = status < 200
         exchange = self._exchange
         if self._is_informational or self._is_whole or exchange is None:

@@ -209,31 +209,44 @@ def test_header_names_are_lower_case_and_repeated_ones_kept(client: Client, stan
 
 
 @pytest.mark.parametrize(
-    ("reply", "error"),
+    ("reply", "error", "reason"),
     [
-        pytest.param(b"", ConnectionLost, id="nothing"),
-        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-", ConnectionLost, id="half a head"),
-        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel", ConnectionLost, id="half a body"),
+        pytest.param(b"", ConnectionLost, "", id="nothing"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-", ConnectionLost, "", id="half a head"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel", ConnectionLost, "", id="half a body"),
         pytest.param(
-            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n", ConnectionLost, id="no last chunk"
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n", ConnectionLost, "", id="no last chunk"
         ),
-        pytest.param(b"HTTP/1.1 200 OK\r\nx: " + 300_000 * b"y", BadResponse, id="an endless header"),
-        pytest.param(b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000, BadResponse, id="endless steps on the way"),
+        pytest.param(b"HTTP/1.1 200 OK\r\nx: " + 300_000 * b"y", BadResponse, "bytes without", id="an endless header"),
         pytest.param(
-            b"HTTP/1.1 200 OK\r\n" + 1001 * b"x: y\r\n" + b"content-length: 0\r\n\r\n", BadResponse, id="many headers"
+            b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000, BadResponse, "bytes without", id="endless steps on the way"
         ),
-        pytest.param(b"SSH-2.0-OpenSSH\r\n", BadResponse, id="another protocol"),
-        pytest.param(b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n", BadResponse, id="no such status"),
         pytest.param(
-            b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", BadResponse, id="an upgrade"
+            b"HTTP/1.1 200 OK\r\n" + 1001 * b"x: y\r\n" + b"content-length: 0\r\n\r\n",
+            BadResponse,
+            "not valid HTTP: it has more than 1000 headers",
+            id="many headers",
+        ),
+        pytest.param(b"SSH-2.0-OpenSSH\r\n", BadResponse, "not valid HTTP: Expected HTTP/", id="another protocol"),
+        pytest.param(
+            b"HTTP/1.1 999 Odd\r\ncontent-length: 0\r\n\r\n",
+            BadResponse,
+            "not valid HTTP: the status is 999",
+            id="no such status",
+        ),
+        pytest.param(
+            b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+            BadResponse,
+            "switches to another protocol",
+            id="an upgrade",
         ),
     ],
 )
 def test_what_is_no_whole_response_is_an_error(
-    client: Client, stand_in: MakeStandIn, reply: bytes, error: type[UpstreamError]
+    client: Client, stand_in: MakeStandIn, reply: bytes, error: type[UpstreamError], reason: str
 ) -> None:
     instance = stand_in("mixed", raw(reply, then_close=True))
-    with pytest.raises(error, match=f"127.0.0.1:{instance.port}"):
+    with pytest.raises(error, match=f"127.0.0.1:{instance.port}.*{reason}"):
         client.post(instance)
 
 
