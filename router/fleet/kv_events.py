@@ -68,6 +68,8 @@ _VERIFY_SECONDS, _RECHECK_SECONDS = 1.0, 5.0
 _HEARTBEAT_MILLISECONDS = 5000
 _SETTLE_SECONDS = 0.1
 _OWN_MEDIA = (None, "GPU", "gpu")
+# Kinds of groups (vLLM's ``KVCacheSpecKind``) that need only some blocks of a prefix. Their events may omit blocks.
+_SPARSE_KINDS = frozenset(("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba"))
 # The tokens of an event with at most this number of blocks are stored in a form that needs less memory.
 _FEW_BLOCKS = 4
 # Maximum size of a batch. A batch with a million tokens has 6 MB.
@@ -558,14 +560,16 @@ class _Feed:
         return event.medium in _OWN_MEDIA and not self._is_of_other_group(event)
 
     def _is_of_other_group(self, event: BlockStored | BlockRemoved) -> bool:
-        """Return whether the event is about another group of layers than the first event.
+        """Return whether the event is about another group of layers than the first one that needs whole prefixes.
 
-        The cache of a model with several groups is never known exactly, because a block is a hit only if all groups
-        have it.
+        The cache of a model with other groups is never known exactly, because a block is a hit only if all groups have
+        the blocks that they need.
         """
         if event.group_idx in (None, self._group):
             return False
-        if self._group is None:
+        if isinstance(event, BlockRemoved):
+            return True
+        if self._group is None and event.kv_cache_spec_kind not in _SPARSE_KINDS:
             self._group = event.group_idx
             return False
         self._lacks_events = True
@@ -605,7 +609,9 @@ def _count_plain(event: BlockStored) -> tuple[int, str]:
     for place, keys in enumerate(decode_member(event.extra_keys)):
         if keys is None:
             continue
-        others = [key for key in keys if key != event.lora_name] if isinstance(keys, list) else [keys]
+        others = keys if isinstance(keys, list) else [keys]
+        if event.lora_name and others[:1] == [event.lora_name]:
+            others = others[1:]
         if [type(key) for key in others] == [str] and place == 0 and event.parent_block_hash is None:
             salt = others[0]
         elif others:

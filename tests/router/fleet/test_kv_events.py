@@ -18,6 +18,7 @@ from kvcommon.kv_events import (
 from router.fleet.kv_events import KvEventReader
 from router.fleet.registration import Registration, Role
 from router.fleet.registry import Registry
+from router.policies import iterate_names, pack_tokens, seed_of
 from router.policies.pool_aware import PoolAware
 from tests.router.stand_in import LoopThread
 from tests.support.kv_events import EventPublisher, event_publisher
@@ -189,6 +190,18 @@ def test_events_of_other_media_and_damaged_ones_do_not_change_what_is_known(foll
     assert set(followed.policy.caches[KEY]) == {1}
 
 
+@pytest.mark.parametrize("kind", ["sliding_window", "mamba"])
+def test_a_group_that_needs_only_some_blocks_is_not_read(followed: Followed, kind: str) -> None:
+    publisher = followed.publisher
+    publisher.publish(BlockStored([7, 9], None, [], 64, group_idx=0, kv_cache_spec_kind=kind))
+    followed.wait_for("degraded")
+    publisher.publish(BlockStored([1, 2], None, [], 64, group_idx=1, kv_cache_spec_kind="full_attention"))
+    publisher.publish(BlockRemoved([7], group_idx=0), BlockRemoved([1], group_idx=0), BlockRemoved([2], group_idx=1))
+    publisher.blocks = {1}
+    followed.wait_for_blocks()
+    assert followed.instance.cache_known == "degraded"
+
+
 def test_a_copy_whose_removal_was_lost_does_not_keep_its_block(followed: Followed) -> None:
     publisher = followed.publisher
     publisher.publish(*2 * [BlockStored([1], None, [], 64)])
@@ -207,6 +220,16 @@ def test_blocks_of_pairs_of_tokens_are_known_exactly(followed: Followed, caplog:
     followed.wait_for_blocks()
     assert followed.instance.cache_known == "exact"
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_a_salt_that_equals_the_name_of_the_adapter_is_a_salt(followed: Followed) -> None:
+    keys = [["same", "same"], ["same"]]
+    followed.publisher.publish(BlockStored([1, 2], None, [5, 6], 1, lora_name="same", extra_keys=keys))
+    followed.wait_for_blocks()
+    cache = followed.policy.caches[KEY]
+    list(cache.name_blocks())
+    tokens = pack_tokens([5, 6])
+    assert [cache.count_named(iterate_names(tokens, 1, seed_of("same", salt))) for salt in ("", "same")] == [0, 2]
 
 
 def test_an_instance_that_is_removed_is_not_followed_any_more(followed: Followed) -> None:
