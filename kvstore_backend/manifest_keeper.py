@@ -52,7 +52,7 @@ class ManifestKeeper:
             self._changed.notify_all()
 
     def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
-        """After the first call to a store, make further calls only while ``is_ready`` returns True: others may hang."""
+        """Call a store after its first call only while ``is_ready`` returns True, because other calls may hang."""
         self._is_ready = is_ready
 
     def close(self) -> None:

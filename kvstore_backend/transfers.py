@@ -78,7 +78,7 @@ class Event(Protocol):
     """Interface of an event that marks the end of a device's work, such as ``torch.cuda.Event``."""
 
     def synchronize(self) -> None:
-        """Wait until the work has ended. If the work failed, raise its exception."""
+        """Wait until the device's work before the event has ended; raise an exception if the work failed."""
 
 
 class Window(Protocol):

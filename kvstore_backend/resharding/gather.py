@@ -215,7 +215,7 @@ class _Buffers:
 
 
 def _slot_bytes(nbytes: int) -> int:
-    """Return the bytes for a piece and its headroom, rounded up so that the next piece has the same alignment."""
+    """Return the bytes for a piece with headroom, rounded up so that the next piece has the same alignment."""
     return HEADROOM_BYTES + -(-nbytes // HEADROOM_BYTES) * HEADROOM_BYTES
 
 

@@ -80,7 +80,7 @@ class MooncakeStore(StorageBackend):
     """
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        """Join the cluster.
+        """Join the Mooncake cluster that ``settings`` names.
 
         Raises:
             PoolUnavailable: the library cannot be loaded, no server answers at the master's or the metadata server's

@@ -78,7 +78,7 @@ class MasterAdmin:
             raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
 
     def stream_keys(self) -> Iterator[str]:
-        """Yield all keys of the tenant ``default``."""
+        """Yield all keys of the tenant ``default`` in the pool, as the master lists them."""
         with httpx.stream("GET", f"http://{self.address}/get_all_keys", timeout=30, trust_env=False) as response:
             response.raise_for_status()
             yield from filter(None, response.iter_lines())

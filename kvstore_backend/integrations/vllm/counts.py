@@ -54,7 +54,7 @@ class Counts:
 def add_counts(
     one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return the sums of two results of ``pop_counts``."""
+    """Return the sums of the counts in two results of ``Counts.pop_counts``."""
     total: dict[str, dict[str, float]] = {}
     for counts in (one, other):
         for namespace, numbers in counts.items():

@@ -259,7 +259,7 @@ class GroupedMemory:
             self.groups[number].clear_blocks([block])
 
     def _split(self, blocks: Iterable[int]) -> Iterable[tuple[int, int]]:
-        """Yield the group and the id of each block."""
+        """Yield for each block the index of its group, and its id in the group."""
         return (divmod(block, self.num_blocks) for block in blocks)
 
 

@@ -80,7 +80,7 @@ def list_specs(spec: Any) -> list[Any]:
 
 
 def _read_group(specs: Sequence[Any]) -> Group:
-    """Return the group that consists of layers with these specs."""
+    """Return the KV cache group of layers with ``specs``, vLLM's descriptions of the layers' KV."""
     first = specs[0]
     kinds = {(type(spec) in _FULL, type(spec), _read_span(spec), spec.block_size) for spec in specs}
     if len({(is_full or kind, span, size) for is_full, kind, span, size in kinds}) > 1:

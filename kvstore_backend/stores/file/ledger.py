@@ -352,7 +352,7 @@ def _remove_files(ledger: int, *values: Block | Draft) -> None:
 
 
 def find_size(folder: Path, named: int | None) -> int:
-    """Return the size limit that the folder would have if one process opened it with ``named``. Changes nothing."""
+    """Return the size limit that a folder would have if one process opened it with the size ``named``."""
     try:
         ledger = os.open(folder / "ledger", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
