@@ -206,7 +206,7 @@ class CachedBlocks:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in each block; 0 if there are no blocks."""
+        """Number of tokens in each whole block; 0 if there are no blocks."""
         return self._size if self._run_of else 0
 
     def name_blocks(self) -> Iterator[None]:
@@ -260,7 +260,7 @@ class CachedBlocks:
         if not hashes:
             return
         now = self._clock()
-        self._size = block_size
+        self._size = max(block_size, self.block_size)  # vLLM may also send a part of a block, as a smaller block
         if now - self._turned_at > _RECENT_SECONDS:
             self._recent, self._less_recent, self._turned_at = {}, self._recent, now
         if self._run_of.keys().isdisjoint(hashes):

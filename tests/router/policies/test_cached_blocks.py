@@ -197,6 +197,19 @@ def test_a_prompt_is_found_in_an_event_that_has_its_response_too(size: int) -> N
     assert cache.find_end(12, b"more") == (7 * size, 100.0)
 
 
+def test_a_part_of_a_block_does_not_change_the_size_of_blocks() -> None:
+    cache = CachedBlocks(lambda _: None)
+    tokens = pack_tokens(list(range(10)))
+    cache.store_blocks([1, 2], None, 4, tokens[:32])
+    cache.store_blocks([3], 2, 2, tokens[32:])  # as vLLM does with the end of a prompt, if groups have several sizes
+    list(cache.name_blocks())
+    assert cache.block_size == 4
+    assert cache.count_named(iterate_names(tokens, cache.block_size, seed_of("", ""))) == 2
+    cache.clear()
+    cache.store_blocks([1], None, 2)
+    assert cache.block_size == 2
+
+
 def test_a_block_that_is_cached_twice_is_there_until_both_copies_are_evicted() -> None:
     dropped = list[int]()
     cache = CachedBlocks(dropped.extend)
