@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore_backend.backend import Status, StorageBackend
-from kvstore_backend.groups import Exists, Group, Resume, find_resume_point
+from kvstore_backend.groups import Exists, Group, find_resume_point
 from kvstore_backend.integrations.vllm.adapters import name_blocks
 from kvstore_backend.integrations.vllm.messages import Transfer
 from kvstore_backend.integrations.vllm.scheduler import Request, SchedulerHalf, _Found, _Lookup, _Tracked
@@ -53,6 +52,8 @@ class HybridSchedulerHalf(SchedulerHalf):
         super().__init__(backend, math.lcm(*(group.block_size for group in groups)), **options)
         self._namer = _Namer(groups, hash_block_size)
         self._groups = groups
+        per_unit = sum(self._block_size // group.block_size for group in groups if group.kind != "state")
+        self._blocks_per_unit = max(1, per_unit)
         # Full-attention groups are last in transfers.
         self._order = sorted(range(len(groups)), key=lambda number: groups[number].kind == "full")
         self._states: list[tuple[str, int, int, int]] = []
@@ -91,29 +92,17 @@ class HybridSchedulerHalf(SchedulerHalf):
             if group.kind != "state" or len(self._groups) == 1
         )
 
-    def _look_up(self, wanted: Sequence[bytes], found_before: int | None = None) -> _Found:
+    def _find_leading(self, wanted: Sequence[bytes]) -> _Found:
         assert self._counts is not None
         assert isinstance(wanted, _Wanted)
-        start, unit = time.monotonic(), self._block_size
-        first = wanted.first * unit
-        resume = Resume(first, first, [0] * len(self._groups), [0] * len(self._groups))
+        first, end = wanted.first * self._block_size, (wanted.first + len(wanted)) * self._block_size
         unknown: set[Status] = set()
-        try:
-            end = (wanted.first + len(wanted)) * unit
-            resume = find_resume_point(self._groups, first, end, self._look_up_in(wanted, unknown))
-        except Exception:
-            logger.exception("Looking up %d blocks failed; they will be computed", len(wanted))
-        seconds = time.monotonic() - start
-        count = (resume.num_tokens - first) // unit
-        if found_before is None:
-            self._counts.add_operation("lookup", seconds, ok=count, absent=len(wanted) - count)
-        else:
-            self._counts.add_operation("lookup", seconds, ok=max(0, count - found_before))
+        resume = find_resume_point(self._groups, first, end, self._look_up_in(wanted, unknown))
         if resume.num_tokens < resume.num_reached and not unknown:
             for group, missing in zip(self._groups, resume.missing, strict=True):
                 self._counts.add_operation(group.name.replace(" ", "_"), missing=missing)
             logger.info("A hit is shorter than the full-attention blocks allow: %s", resume.describe(self._groups))
-        return _Found(count, None)
+        return _Found((resume.num_tokens - first) // self._block_size, None)
 
     def _look_up_in(self, wanted: _Wanted, unknown: set[Status]) -> Exists:
         """Return a function that looks up blocks in the pools of all ranks.
@@ -157,32 +146,23 @@ class HybridSchedulerHalf(SchedulerHalf):
             targets += [self._number_block(number, blocks[number][place]) for place in needed]
         return replace(self._pin_blocks(request, names, targets, is_load=True), num_units=end - lookup.first)
 
-    def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Tables]) -> None:
-        full = self._num_full(tracked, computed)
-        if full <= tracked.num_saved or not self._may_plan_save(tracked):
-            return
-        per_unit = sum(self._block_size // group.block_size for group in self._groups if group.kind != "state")
-        end = min(full, tracked.num_saved + self._count_save_room() // max(1, per_unit))
-        if end <= tracked.num_saved or not (wanted := self._name_blocks(tracked.request, tracked.num_saved, end)):
-            return  # blocks without names may get names later, when the digest of an adapter is known
-        assert isinstance(wanted, _Wanted)
-        first, tracked.num_saved = tracked.num_saved, end
-        tables = blocks()
+    def _plan_save_of(self, tracked: _Tracked, named: Sequence[bytes], first: int, end: int, table: Tables) -> None:
+        assert isinstance(named, _Wanted)
         names: list[bytes] = []
         sources: list[int] = []
         for number in self._order:
-            group, table = self._groups[number], tables[number]
+            group, own = self._groups[number], table[number]
             places = range(first * self._block_size // group.block_size, end * self._block_size // group.block_size)
             if group.kind == "state":
                 continue
-            if group.kind == "full" and self._has_null(table[places.start : places.stop]):
+            if group.kind == "full" and self._has_null(own[places.start : places.stop]):
                 # vLLM has replaced blocks of the request by the null block, which may have any bytes.
                 tracked.is_stale = True
                 return
             # vLLM has dropped the blocks before the window, because later steps of the request do not read them.
-            kept = [place for place in places if place < len(table) and not self._has_null([table[place]])]
-            names += [wanted.name(number, place) for place in kept]
-            sources += [self._number_block(number, table[place]) for place in kept]
+            kept = [place for place in places if place < len(own) and not self._has_null([own[place]])]
+            names += [named.name(number, place) for place in kept]
+            sources += [self._number_block(number, own[place]) for place in kept]
         self._begin_save(tracked, names, sources)
 
     def _plan_state(self, tracked: _Tracked, number: int, block: int, num_tokens: int) -> None:
@@ -206,10 +186,6 @@ class HybridSchedulerHalf(SchedulerHalf):
         # Blocks of an adapter are not recorded, because a worker may refuse their save.
         if self._cached is not None and tracked.request.lora_request is None:
             self._cached.note_blocks(names, sources)
-
-    def _has_null(self, blocks: Sequence[int]) -> bool:
-        assert self._blocks is not None
-        return any(self._blocks.blocks[block].is_null for block in blocks)
 
     def _number_block(self, number: int, block: int) -> int:
         assert self._blocks is not None

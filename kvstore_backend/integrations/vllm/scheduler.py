@@ -221,6 +221,7 @@ class SchedulerHalf:
         self._reports_stored = reports_stored
         self._stored: list[Stored] = []
         self._block_size = block_size
+        self._blocks_per_unit = 1  # number of blocks that are saved for each ``block_size`` tokens
         self._loads = loads
         self._saves = saves
         self._prefill_wait_s = prefill_wait_s
@@ -546,21 +547,25 @@ class SchedulerHalf:
         """
         assert self._counts is not None
         start = time.monotonic()
-        count, run = len(wanted), None
         try:
-            for pool in self._pools:
-                count = pool.lookup(wanted[:count]) if count else 0
-            if run := self._extend_run(wanted, count):
-                count = run.count
+            found = self._find_leading(wanted)
         except Exception:
             logger.exception("Looking up %d blocks failed; they will be computed", len(wanted))
-            count, run = 0, None
-        seconds = time.monotonic() - start
+            found = _Found(0, None)
+        seconds, count = time.monotonic() - start, found.num_blocks
         if found_before is None:
             self._counts.add_operation("lookup", seconds, ok=count, absent=len(wanted) - count)
         else:
             self._counts.add_operation("lookup", seconds, ok=max(0, count - found_before))
-        return _Found(count, run)
+        return found
+
+    def _find_leading(self, wanted: Sequence[bytes]) -> _Found:
+        """Look blocks up in the pools of all ranks, without counting the look-up."""
+        count = len(wanted)
+        for pool in self._pools:
+            count = pool.lookup(wanted[:count]) if count else 0
+        run = self._extend_run(wanted, count)
+        return _Found(run.count if run else count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
         """Look up the blocks after the first ``count`` in other shardings; return the run, or None without any."""
@@ -603,15 +608,19 @@ class SchedulerHalf:
         return int(_SAVE_SHARE * len(self._blocks.blocks)) - held
 
     def _plan_save(self, tracked: _Tracked, computed: int, blocks: Callable[[], Any]) -> None:
-        full = self._num_full(tracked, computed)
-        if full <= tracked.num_saved or not self._may_plan_save(tracked):
+        """Plan to save the full blocks of a request that are not saved yet, after ``computed`` tokens were computed."""
+        full, first = self._num_full(tracked, computed), tracked.num_saved
+        if full <= first or not self._may_plan_save(tracked):
             return
-        assert self._blocks is not None
-        end = min(full, tracked.num_saved + self._count_save_room())
-        if end <= tracked.num_saved or not (named := self._name_blocks(tracked.request, tracked.num_saved, end)):
+        end = min(full, first + self._count_save_room() // self._blocks_per_unit)
+        if end <= first or not (named := self._name_blocks(tracked.request, first, end)):
             return  # blocks without names may get names later, when the digest of an adapter is known
-        (first, tracked.num_saved), table = (tracked.num_saved, end), blocks()
-        if any(self._blocks.blocks[block].is_null for block in table[first:end]):
+        tracked.num_saved = end
+        self._plan_save_of(tracked, named, first, end, blocks())
+
+    def _plan_save_of(self, tracked: _Tracked, named: Sequence[bytes], first: int, end: int, table: Any) -> None:
+        """Plan to save blocks ``first`` to ``end`` of a request, with their names and the request's block table."""
+        if self._has_null(table[first:end]):
             # vLLM has replaced blocks of the request by the null block, which may have any bytes.
             tracked.is_stale = True
             return
@@ -626,6 +635,10 @@ class SchedulerHalf:
         if self._cached is not None and tracked.request.lora_request is None:
             noted, tracked.num_noted = tracked.num_noted, end
             self._cached.note_blocks(self._name_blocks(tracked.request, noted, end), table[noted:end])
+
+    def _has_null(self, blocks: Sequence[int]) -> bool:
+        assert self._blocks is not None
+        return any(self._blocks.blocks[block].is_null for block in blocks)
 
     def _pin_blocks(
         self, request: Request | None, named: Sequence[bytes], blocks: Sequence[int], *, is_load: bool
