@@ -381,8 +381,8 @@ class TestSaves:
 
     @pytest.mark.parametrize(
         ("tokens", "computed", "table", "num_saved"),
-        [(20, 20, TABLE, 4), (30, 30, [0, 1, 2], 3), (30, 13, list(range(8)), 3)],
-        ids=["its last token was sampled", "all blocks that it has", "all blocks that were computed"],
+        [(20, 20, TABLE, 4), (21, 21, TABLE, 5), (30, 30, [0, 1, 2], 3), (30, 13, list(range(8)), 3)],
+        ids=["last token in a block", "last token behind a block", "all blocks that it has", "all computed blocks"],
     )
     def test_at_the_end_of_a_request_its_whole_computed_blocks_are_saved(
         self, instance: Instance, tokens: int, computed: int, table: list[int], num_saved: int
