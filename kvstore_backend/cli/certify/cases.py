@@ -348,13 +348,15 @@ def _evict_meanwhile(trial: Trial) -> None:
     trial.require_recovery()
 
 
-def _damage(damage: Callable[[Tampering], int]) -> Callable[[Trial], None]:
+def _damage(
+    damage: Callable[[Tampering], int], trouble: str = "no value in the pool could be damaged"
+) -> Callable[[Trial], None]:
     def run(trial: Trial) -> None:
         prompts = trial.make_prompts()
         trial.save(prompts)
         with trial.tampering() as pool:
             if not damage(pool):
-                trial.problems.append("no value in the pool could be damaged, so this case shows nothing")
+                trial.problems.append(f"{trouble}, so this case shows nothing")
         trial.load(prompts)
         trial.require_recovery()
 
@@ -389,16 +391,7 @@ def _join(trial: Trial) -> None:
 
 
 def _lose_group(keys: str) -> Callable[[Trial], None]:
-    def run(trial: Trial) -> None:
-        prompts = trial.make_prompts()
-        trial.save(prompts)
-        with trial.tampering() as pool:
-            if not pool.evict(0.5, keys):
-                trial.problems.append(f"no key of the pool has {keys!r} in it, so this case shows nothing")
-        trial.load(prompts)
-        trial.require_recovery()
-
-    return run
+    return _damage(lambda pool: pool.evict(0.5, keys), f"no key of the pool has {keys!r} in it")
 
 
 def _salt(trial: Trial) -> None:
