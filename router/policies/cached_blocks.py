@@ -268,16 +268,22 @@ class CachedBlocks:
             return
         # Some blocks are stored a second time, by a request that ran at the same time, or that computed the last block
         # of a cached prompt again. They stay where they are, until the instance has evicted all copies.
-        self._copies.update(filter(self._run_of.__contains__, dict.fromkeys(hashes)))
-        for run, group in groupby(dict.fromkeys(hashes), self._find_placed):
+        unique = dict.fromkeys(hashes)
+        self._copies.update(filter(self._run_of.__contains__, unique))
+        if len(unique) < len(hashes):
+            tokens = b""
+        at = 0
+        for run, group in groupby(unique, self._find_placed):
             blocks = list(group)
+            end = at + len(blocks)
             if run is None:
                 self._remove(blocks)
-                self._store_run(blocks, parent, block_size, now, b"", seed)
+                step = block_size * TOKEN_BYTES
+                self._store_run(blocks, parent, block_size, now, _slice_tokens(tokens, at * step, end * step), seed)
             else:
                 run.stored_at = now
                 self._recent.setdefault(run.find_end(blocks[-1]), []).append((now, blocks[-1], len(blocks)))
-            parent = blocks[-1]
+            parent, at = blocks[-1], end
 
     def remove_blocks(self, hashes: Sequence[BlockHash]) -> None:
         """Remove blocks that the instance has evicted. Blocks after an evicted block are cached, but cannot be used.
@@ -680,6 +686,11 @@ class CachedBlocks:
                 run.names.append(name)
                 self._by_name[name] = block
             del run.unnamed[0]
+
+
+def _slice_tokens(tokens: Tokens, start: int, end: int) -> Tokens:
+    """Return the bytes of ``tokens`` from ``start`` to before ``end``."""
+    return (lambda: tokens()[start:end]) if callable(tokens) else tokens[start:end]
 
 
 def _find_name_before(run: _Run, place: int) -> int | None:

@@ -367,6 +367,17 @@ def test_a_prefix_is_found_by_its_tokens_as_far_as_its_blocks_are_there(seed: in
     assert cache.block_size == (4 if stored else 0)
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_blocks_have_names_if_others_in_their_event_were_cached_before(is_packed: bool) -> None:
+    cache, tokens = CachedBlocks(lambda _: None), pack_tokens(list(range(12)))
+    cache.store_blocks([1], None, 2, tokens[:8])
+    cache.store_blocks([3], 2, 2, tokens[16:24])
+    cache.store_blocks([1, 2, 3, 4, 5], None, 2, tokens[:40] if is_packed else lambda: tokens[:40])
+    cache.store_blocks([6], 5, 2, tokens[40:])
+    list(cache.name_blocks())
+    assert cache.count_named(iterate_names(tokens, 2, seed_of("", ""))) == 6
+
+
 def test_chunks_of_an_exact_instance_that_belong_to_no_known_block_age() -> None:
     chance, placed = random.Random(6), Placed(capacity=10_000)
     known, unknown = words(chance, 300), words(chance, 300)
