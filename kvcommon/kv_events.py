@@ -120,6 +120,18 @@ class _StoredArray(_StoredMap, array_like=True):
     pass
 
 
+class _Metadata(msgspec.Struct):
+    cache_salt: str | None = None
+
+
+class _SaltedArray(_StoredArray):
+    lora_name: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str | None):  # SGLang 0.5.18 and 0.5.19 send a salt in this place
+            self.lora_name, self.cache_salt = None, msgspec.convert(self.lora_name, _Metadata).cache_salt
+
+
 class _RemovedArray(_RemovedMap, array_like=True):
     pass
 
@@ -150,7 +162,7 @@ _MAPS = msgspec.msgpack.Decoder(_MapBatch)
 _ARRAYS = msgspec.msgpack.Decoder(_ArrayBatch)
 _MIXED = msgspec.msgpack.Decoder(_MixedBatch)
 _MAP = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
-_ARRAY = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_ARRAY = msgspec.msgpack.Decoder(_SaltedArray | _RemovedArray | _ClearedArray)
 _TYPES = frozenset(kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
 
 _WILDCARD = re.compile(r"tcp://(\*|0\.0\.0\.0|::|\[::\]):(?=(\d+|\*)$)", re.ASCII)

@@ -76,6 +76,7 @@ def test_the_array_form_of_older_engines_is_read() -> None:
     data = pack(
         ["BlockStored", [1, 2], None, [1, 2, 3, 4], 2, None],
         ["BlockStored", [3], 2, [5, 6], 2, None, "GPU", "adapter", [["salt"]], 1, "sliding_window", 128, "new member"],
+        ["BlockStored", [4], None, [7, 8], 2, None, "GPU", {"cache_salt": "salt"}],
         ["BlockRemoved", [1], "GPU"],
         ["BlockRemoved", [2]],
         ["AllBlocksCleared"],
@@ -83,6 +84,7 @@ def test_the_array_form_of_older_engines_is_read() -> None:
     assert read_batch(data).events == [
         BlockStored([1, 2], None, [1, 2, 3, 4], 2),
         BlockStored([3], 2, [5, 6], 2, None, "GPU", "adapter", [["salt"]], 1, "sliding_window", 128, "new member"),
+        BlockStored([4], None, [7, 8], 2, None, "GPU", cache_salt="salt"),
         BlockRemoved([1], "GPU"),
         BlockRemoved([2]),
         AllBlocksCleared(),
@@ -118,6 +120,7 @@ def test_unknown_types_and_members_are_left_out() -> None:
         (pack(stored_map(parent_block_hash="abc")), "parent_block_hash"),
         (pack(stored_map(block_size=0)), "block_size"),
         (pack(stored_map(medium=1)), "medium"),
+        (pack(["BlockStored", [1], None, [2], 1, None, None, 7]), "Expected `object`"),
         (pack({"type": "BlockRemoved"}), "block_hashes"),
         (pack({"type": "BlockStored", "block_hashes": []}), "parent_block_hash"),
     ],
