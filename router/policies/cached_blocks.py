@@ -290,7 +290,7 @@ class CachedBlocks:
 
         If several copies of a block are cached, one of them is removed.
         """
-        if self._copies:
+        if not self._copies.keys().isdisjoint(hashes):
             hashes = [block for block in hashes if not self._remove_copy(block)]
         if lost := self._remove(hashes):
             self._drop_chunks(lost)
