@@ -44,7 +44,10 @@ class Resumption:
         self._broken_by = None
         if isinstance(merger, ResponseMerger):
             while (ids := merger.ids_to_detokenize) is not None:
-                merger.take_text(await _detokenize(upstream, decode, ids))
+                try:
+                    merger.take_text(await _detokenize(upstream, decode, ids))
+                except UpstreamError:
+                    merger.take_text(None)
         if merger.complete:
             return None
         if self._preemptions > self._settings.preempt_retry_count:
@@ -75,8 +78,8 @@ class Resumption:
             merger: the merger of the stream.
             instance: the instance that is asked for the text of the ids.
             upstream: the connections to instances.
-            may_guess: whether the ids count as complete if ``instance`` does not report their text. If it has reported
-                an incomplete character, and does not report the text before it, the ids stay doubtful.
+            may_guess: whether the ids count as complete if ``instance`` cannot report texts. If it fails to respond, or
+                has reported an incomplete character and not the text before it, the ids stay doubtful.
 
         Returns:
             Why the stream cannot continue; ``""`` if it can.
@@ -85,7 +88,12 @@ class Resumption:
         if not ids or not isinstance(merger, StreamMerger):
             return ""
         for unfinished in range(min(MAX_UNFINISHED_TOKENS + 1, len(ids))):
-            text = await _detokenize(upstream, instance, list(ids[: len(ids) - unfinished]))
+            try:
+                text = await _detokenize(upstream, instance, list(ids[: len(ids) - unfinished]))
+            except UpstreamError:
+                if may_guess:
+                    return ""
+                text = None
             if text is None and may_guess:
                 if unfinished:
                     return ""
@@ -150,18 +158,24 @@ class Resumption:
 
 
 async def _detokenize(upstream: ConnectionPool, instance: Instance, ids: list[int]) -> str | None:
-    """Ask an instance for the text of ``ids``. Return None if the instance does not report the text."""
+    """Ask an instance for the text of ``ids``. Return None if the instance cannot report texts.
+
+    Raises:
+        UpstreamError: the instance has not responded, or has failed.
+    """
+    response = await upstream.fetch(
+        instance.address,
+        "POST",
+        "/detokenize",
+        headers=_JSON,
+        body=orjson.dumps({"tokens": ids}),
+        timeout=DETOKENIZE_SECONDS,
+    )
+    if response.status in (408, 429) or (response.status >= 500 and response.status != 501):
+        raise UpstreamError(f"{instance.key} responded to /detokenize with the status {response.status}")
     try:
-        response = await upstream.fetch(
-            instance.address,
-            "POST",
-            "/detokenize",
-            headers=_JSON,
-            body=orjson.dumps({"tokens": ids}),
-            timeout=DETOKENIZE_SECONDS,
-        )
         found = orjson.loads(response.body) if response.status == 200 else {}
         text = found["prompt"] if "prompt" in found else found["text"]  # "text" is SGLang's name
-    except (UpstreamError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
     return text if isinstance(text, str) else None

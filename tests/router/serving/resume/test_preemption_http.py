@@ -214,6 +214,34 @@ def test_a_client_that_reads_ids_gets_no_broken_character_after_a_preemption(
     assert all("the client has the id of a token" in error["message"] for error in errors)
 
 
+def test_a_character_is_not_taken_as_complete_because_an_instance_failed_to_say(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    preempting, asked = Preempting([5]), list[Received]()
+
+    async def fail_first(request: Received, respond: Responder) -> None:
+        if request.target == "/detokenize":
+            asked.append(request)
+            if len(asked) == 1:
+                await respond.answer(503, b"")
+                return
+        if request.target == "/detokenize" or preempting.legs:
+            await preempting(request, respond)
+            return
+        preempting.legs.append(request.json)
+        delta = {"content": "Hello world ", "completion_token_ids": [100, 101, 102, 103, 104]}
+        await respond.start_stream()
+        for choice in ({"delta": delta}, {"delta": {}, "finish_reason": "pd_reschedule"}):
+            await respond.event(json.dumps({"id": "1", "choices": [{"index": 0, **choice}]}))
+        await respond.end_stream()
+
+    router = make_router(stand_in("prefill"), stand_in("decode", fail_first), splitwise=True)
+    with router.stream(max_tokens=LIMIT) as response:
+        events = [json.loads(each.removeprefix("data: ")) for each in response.read().decode().split("\n\n")[:-2]]
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert text == "Hello world \N{SLIGHTLY SMILING FACE}! And so on"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_with_exclude_decode_another_instance_goes_on(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
