@@ -72,6 +72,8 @@ _OWN_MEDIA = (None, "GPU", "gpu")
 _SPARSE_KINDS = frozenset(("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba"))
 # The tokens of an event with at most this number of blocks are stored in a form that needs less memory.
 _FEW_BLOCKS = 4
+# Tokens that need more than this are stored in that form, too, because they include those of other blocks.
+_MAX_ENCODED_TOKEN_BYTES = 6
 # Maximum size of a batch. A batch with a million tokens has 6 MB.
 _MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 # The first and the longest pause before the router connects to a publisher again. They are long, because the address of
@@ -549,7 +551,7 @@ class _Feed:
             self._on_damage(exc)
             num_plain, salt = 0, ""
         seed = seed_of(event.lora_name or self._lora_name, salt)
-        if len(hashes) <= _FEW_BLOCKS:
+        if len(hashes) <= _FEW_BLOCKS or len(event.token_ids) > _MAX_ENCODED_TOKEN_BYTES * len(hashes) * size:
             self.cache.store_blocks(hashes, parent, size, _pack_first(event.token_ids, num_plain * size), seed)
         else:  # a copy of the tokens, because otherwise the whole batch would stay in memory
             pack = partial(_pack_first, event.token_ids.copy(), num_plain * size)

@@ -36,6 +36,8 @@ _MAX_SETTLE_SECONDS = 5.0
 # Seconds for which a block is listed as recent, because the request that stored it may still be running. It leaves the
 # list after at most twice this time.
 _RECENT_SECONDS = 600.0
+# Maximum number of blocks in a run of several events. The time for a block in the middle of a run grows with it.
+_MAX_RUN_BLOCKS = 512
 
 
 class PlacedPrompt(NamedTuple):
@@ -82,9 +84,9 @@ class _Run:
     hashes: list[BlockHash] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
     """Names of the first blocks, as far as they were computed; see ``block_names``."""
-    unnamed: list[tuple[int, Tokens]] = field(default_factory=list)
-    """Tokens of the blocks that have no names yet: the place of the first block in ``hashes``, and the tokens from
-    there on."""
+    unnamed: list[tuple[int, int, Tokens]] = field(default_factory=list)
+    """Tokens of the blocks that have no names yet: the place of the first block in ``hashes``, the place after the last
+    block, and the tokens. There may be tokens of fewer blocks, and a function may return those of more blocks."""
     behind: dict[_Run, None] = field(default_factory=dict)
     """The runs whose ``before`` is this run."""
     chunks: dict[int, float] = field(default_factory=dict)
@@ -108,13 +110,18 @@ class _Run:
         place = len(self.hashes)
         self.hashes += hashes
         self.stored_at = now
-        if isinstance(tokens, bytes) and self.unnamed:
-            first, known = self.unnamed[-1]
-            if isinstance(known, bytearray) and len(known) == (place - first) * self.size * TOKEN_BYTES:
-                known += tokens
-                return
-        if tokens:
-            self.unnamed.append((place, bytearray(tokens) if isinstance(tokens, bytes) else tokens))
+        if not tokens:
+            return
+        end = len(self.hashes)
+        if not callable(tokens):
+            tokens = bytearray(tokens[: (end - place) * self.size * TOKEN_BYTES])
+            if self.unnamed:
+                first, _, known = self.unnamed[-1]
+                if isinstance(known, bytearray) and len(known) == (place - first) * self.size * TOKEN_BYTES:
+                    known += tokens
+                    self.unnamed[-1] = first, end, known
+                    return
+        self.unnamed.append((place, end, tokens))
 
     def keep_blocks(self, count: int) -> None:
         """Remove all blocks but the first ``count`` ones."""
@@ -122,7 +129,8 @@ class _Run:
         while self.unnamed and self.unnamed[-1][0] >= count:
             self.unnamed.pop()
         if self.unnamed:
-            first, tokens = self.unnamed[-1]
+            first, end, tokens = self.unnamed[-1]
+            self.unnamed[-1] = first, min(end, count), tokens
             if isinstance(tokens, bytearray):
                 del tokens[(count - first) * self.size * TOKEN_BYTES :]
 
@@ -164,7 +172,7 @@ class CachedBlocks:
         self._copies: Counter[BlockHash] = Counter()
         """The number of further copies of each block that is cached several times."""
         self._orphans: dict[BlockHash, dict[_Run, None]] = {}
-        """The runs whose parent is not cached, by the parent's hash."""
+        """The runs whose parent was removed, by the parent's hash. Runs after an unknown block are missing."""
         self._by_name: dict[int, BlockHash] = {}
         """The block of each name, after the first call of ``name_blocks``. Most routers get no queries for names."""
         self._is_naming = self._is_named = False
@@ -272,14 +280,14 @@ class CachedBlocks:
         self._copies.update(filter(self._run_of.__contains__, unique))
         if len(unique) < len(hashes):
             tokens = b""
-        at = 0
+        at, step = 0, block_size * TOKEN_BYTES
         for run, group in groupby(unique, self._find_placed):
             blocks = list(group)
             end = at + len(blocks)
             if run is None:
+                tokens = tokens() if callable(tokens) else tokens
                 self._remove(blocks)
-                step = block_size * TOKEN_BYTES
-                self._store_run(blocks, parent, block_size, now, _slice_tokens(tokens, at * step, end * step), seed)
+                self._store_run(blocks, parent, block_size, now, tokens[at * step : end * step], seed)
             else:
                 run.stored_at = now
                 self._recent.setdefault(run.find_end(blocks[-1]), []).append((now, blocks[-1], len(blocks)))
@@ -413,7 +421,13 @@ class CachedBlocks:
     ) -> None:
         """Add blocks that are not cached: to the run that ends with their parent, or as a new run."""
         before = None if parent is None else self._run_of.get(parent)
-        if before is not None and before.hashes[-1] == parent and before.size == size and not before.behind:
+        if (
+            before is not None
+            and before.hashes[-1] == parent
+            and before.size == size
+            and not before.behind
+            and len(before.hashes) + len(hashes) <= _MAX_RUN_BLOCKS
+        ):
             run = before
         else:
             start = 0
@@ -435,13 +449,13 @@ class CachedBlocks:
     def _link(self, run: _Run) -> None:
         if run.before is not None:
             run.before.behind[run] = None
-        elif run.parent is not None:
+        elif run.parent is not None and run.start > 0:
             self._orphans.setdefault(run.parent, {})[run] = None
 
     def _unlink(self, run: _Run) -> None:
         if run.before is not None:
             del run.before.behind[run]
-        elif run.parent is not None:
+        elif run.parent is not None and run.start > 0:
             orphans = self._orphans[run.parent]
             del orphans[run]
             if not orphans:
@@ -460,12 +474,15 @@ class CachedBlocks:
     def _remove(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Remove blocks, and return the prompt chunks that were lost. Blocks that are not cached are ignored."""
         lost: list[int] = []
+        removed: dict[_Run, list[BlockHash]] = {}
         at = 0
         for run, group in groupby(map(self._run_of.pop, hashes, repeat(None))):
             end = at + len(list(group))
             if run is not None:
-                self._cut(run, list(hashes[at:end]), lost)
+                removed.setdefault(run, []).extend(hashes[at:end])
             at = end
+        for run, blocks in removed.items():
+            self._cut(run, blocks, lost)
         return lost
 
     def _remove_copy(self, block: BlockHash) -> bool:
@@ -481,12 +498,11 @@ class CachedBlocks:
         """Remove blocks from a run. The blocks after them become runs of their own, whose parents are not cached."""
         keep = len(run.hashes) - len(removed)
         tail = run.hashes[keep:]
-        rest: list[_Run] = []
         if keep and tail != removed[::-1] and tail != removed:  # in the usual order, the last blocks are evicted first
             gone = set(removed)
             keep = next(place for place, block in enumerate(run.hashes) if block in gone)
             tail = run.hashes[keep:]
-            rest = self._split(run, keep, gone)
+            self._split(run, keep, gone)
         end = run.start + keep * run.size
         self._leaves.difference_update(tail)
         for name, block in zip(run.names[keep:], tail, strict=False):
@@ -498,14 +514,13 @@ class CachedBlocks:
         for each in [each for each in run.behind if each.start > end or run.start < 0]:
             self._lose_subtree(each, end, last, lost)
             del run.behind[each]
-            each.before = next((piece for piece in (run, *rest) if each.parent in piece.hashes), None)
+            each.before = None if each.parent is None else self._run_of.get(each.parent)
             self._link(each)
         if not keep:
             self._unlink(run)
 
-    def _split(self, run: _Run, keep: int, gone: set[BlockHash]) -> list[_Run]:
-        """Return new runs with the blocks of ``run`` from ``keep`` on that are not in ``gone``."""
-        pieces = []
+    def _split(self, run: _Run, keep: int, gone: set[BlockHash]) -> None:
+        """Make new runs of the blocks of ``run`` from ``keep`` on that are not in ``gone``."""
         at = keep
         for is_gone, group in groupby(run.hashes[keep:], gone.__contains__):
             blocks = list(group)
@@ -516,9 +531,7 @@ class CachedBlocks:
                 piece.names = run.names[at : at + len(blocks)]
                 self._run_of.update(dict.fromkeys(blocks, piece))
                 self._link(piece)
-                pieces.append(piece)
             at += len(blocks)
-        return pieces
 
     def _lose_subtree(self, root: _Run, end: int, last: _Run | None, lost: list[int]) -> None:
         """Remove the prompts' associations with ``root`` and with all runs after it, because a block before is gone."""
@@ -675,8 +688,7 @@ class CachedBlocks:
     def _name_run(self, run: _Run) -> None:
         """Compute the names of a run's blocks, as far as their tokens and the names of the blocks before are known."""
         while run.unnamed:
-            first, tokens = run.unnamed[0]
-            end = run.unnamed[1][0] if len(run.unnamed) > 1 else len(run.hashes)
+            first, end, tokens = run.unnamed[0]
             name = _find_name_before(run, first)
             if name is None and (first or run.parent is not None):
                 return
@@ -686,11 +698,6 @@ class CachedBlocks:
                 run.names.append(name)
                 self._by_name[name] = block
             del run.unnamed[0]
-
-
-def _slice_tokens(tokens: Tokens, start: int, end: int) -> Tokens:
-    """Return the bytes of ``tokens`` from ``start`` to before ``end``."""
-    return (lambda: tokens()[start:end]) if callable(tokens) else tokens[start:end]
 
 
 def _find_name_before(run: _Run, place: int) -> int | None:

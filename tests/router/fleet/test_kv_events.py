@@ -232,6 +232,13 @@ def test_a_salt_that_equals_the_name_of_the_adapter_is_a_salt(followed: Followed
     assert [cache.count_named(iterate_names(tokens, 1, seed_of("same", salt))) for salt in ("", "same")] == [0, 2]
 
 
+def test_tokens_of_other_blocks_than_those_of_the_event_are_not_stored(followed: Followed) -> None:
+    followed.publisher.publish(BlockStored([1, 2, 3, 4, 5], None, [70_000] * 5000, 4))
+    followed.wait_for_blocks()
+    (run,) = set(followed.policy.caches[KEY]._run_of.values())
+    assert run.unnamed == [(0, 5, pack_tokens([70_000] * 20))]
+
+
 def test_an_instance_that_is_removed_is_not_followed_any_more(followed: Followed) -> None:
     followed.remove()
     wait_until(lambda: KEY not in followed.policy.caches, "the instance to be forgotten")

@@ -378,6 +378,77 @@ def test_blocks_have_names_if_others_in_their_event_were_cached_before(is_packed
     assert cache.count_named(iterate_names(tokens, 2, seed_of("", ""))) == 6
 
 
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_a_block_without_tokens_is_not_found_by_the_tokens_of_a_block_that_was_removed(*, is_encoded: bool) -> None:
+    cache, tokens = CachedBlocks(lambda _: None), pack_tokens([1] * 12)
+    cache.store_blocks([1, 2], None, 4, (lambda: tokens) if is_encoded else tokens)  # they are those of three blocks
+    cache.remove_blocks([2])
+    cache.store_blocks([3, 4], 1, 4)
+    list(cache.name_blocks())
+    assert cache.count_named(iterate_names(tokens, 4, seed_of("", ""))) == 1
+
+
+def test_the_tokens_of_an_event_are_decoded_once() -> None:
+    cache, num_calls = CachedBlocks(lambda _: None), 0
+
+    def decode() -> bytes:
+        nonlocal num_calls
+        num_calls += 1
+        return pack_tokens([1] * 100)
+
+    for block in range(0, 100, 2):
+        cache.store_blocks([block], block - 2 if block else None, 1)
+    cache.store_blocks(range(100), None, 1, decode)
+    list(cache.name_blocks())
+    assert num_calls == 1
+
+
+class CountedHash(bytes):
+    """A block hash that counts how often it is looked up or compared."""
+
+    num_used = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedHash.num_used += 1
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        CountedHash.num_used += 1
+        return super().__hash__()
+
+
+def test_the_work_for_one_event_does_not_grow_with_the_length_of_a_prompt_that_many_others_share() -> None:
+    CountedHash.num_used = 0
+    cache = CachedBlocks(lambda _: None)
+    trunk, others = ([CountedHash([kind, *divmod(place, 256)]) for place in range(4096)] for kind in (0, 1))
+    for at in range(0, len(trunk), 256):
+        cache.store_blocks(trunk[at : at + 256], trunk[at - 1] if at else None, 16)
+    for parent, block in zip(trunk, others, strict=True):
+        cache.store_blocks([block], parent, 16)
+    cache.remove_blocks(trunk[:1])
+    assert CountedHash.num_used < 300 * len(trunk)
+    assert len(cache) == 2 * len(trunk) - 1
+
+
+def test_an_event_may_remove_blocks_in_any_order() -> None:
+    CountedHash.num_used = 0
+    cache = CachedBlocks(lambda _: None)
+    first, second = ([CountedHash([kind, *divmod(place, 256)]) for place in range(1000)] for kind in (0, 1))
+    cache.store_blocks(first, None, 16)
+    cache.store_blocks(second, None, 16)
+    cache.remove_blocks([block for pair in zip(first, second, strict=True) for block in pair])
+    assert len(cache) == 0
+    assert CountedHash.num_used < 40 * len(first)
+
+
+def test_blocks_after_an_unknown_block_need_no_further_work_when_it_is_stored() -> None:
+    cache = CachedBlocks(lambda _: None)
+    cache.store_blocks([2], 1, 16)
+    cache.store_blocks([1], None, 16)
+    cache.store_blocks([3], 1, 16)
+    assert (list(cache), cache._orphans) == ([2, 1, 3], {})
+
+
 def test_chunks_of_an_exact_instance_that_belong_to_no_known_block_age() -> None:
     chance, placed = random.Random(6), Placed(capacity=10_000)
     known, unknown = words(chance, 300), words(chance, 300)
