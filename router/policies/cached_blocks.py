@@ -590,13 +590,15 @@ class CachedBlocks:
         if cached is None and known is None:
             return None
         if len(fitting) == 1:
-            return fitting[0]
+            return fitting[0] if fitting[0] in self._run_of else None
         if fitting or known is None or cached is None or cached < end - size:
             return None
         return self._descend(known, end)  # the whole prompt was cached, so its chain continues the known one
 
     def _list_stored(self, end: int, event_end: int, known: int | None, since: float) -> list[BlockHash]:
         """Return the blocks that end at ``end`` tokens, were stored since a time, and may be the last one of a prompt.
+
+        Blocks that were removed after that may be the last one, too. Without them, a block of another prompt would fit.
 
         Args:
             event_end: end of the last block of the events that are searched.
@@ -608,7 +610,11 @@ class CachedBlocks:
             if at < since or len(found) > 1:
                 break
             run = self._find_placed(block)
-            if run is None or run.find_end(block) != event_end or event_end - num_blocks * run.size >= end:
+            if run is None:
+                if end == event_end and block not in found:
+                    found.append(block)
+                continue
+            if run.find_end(block) != event_end or event_end - num_blocks * run.size >= end:
                 continue
             if end < event_end:
                 while run.start >= end and run.before is not None:

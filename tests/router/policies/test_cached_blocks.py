@@ -170,6 +170,21 @@ def test_a_prompt_is_associated_with_none_of_two_chains_that_fit() -> None:
     assert not cache.has_chunk(11)
 
 
+def test_a_chain_does_not_fit_because_the_others_that_fit_were_evicted() -> None:
+    clock = Clock()
+    cache = CachedBlocks(lambda _: None, clock)
+    prompt = prompt_of([11, 12], 200, sent_at=clock.now)
+    cache.note_prompt(prompt)
+    cache.store_blocks([1, 2], None, 100)
+    cache.store_blocks([3, 4], None, 100)
+    clock.now += 2
+    assert cache.settle() == []
+    for block in (2, 4):
+        cache.remove_blocks([block])
+        clock.now += 2
+        assert cache.settle() == []
+
+
 def test_a_chain_that_belongs_to_one_prompt_does_not_fit_another() -> None:
     clock = Clock()
     cache = CachedBlocks(lambda _: None, clock)
