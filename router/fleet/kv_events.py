@@ -61,6 +61,9 @@ _log = logging.getLogger("router.fleet.kv_events")
 _COLLECT_SECONDS = 0.05
 # Number of batches that are applied before other work runs. A batch takes about 20 microseconds.
 _BATCHES_AT_ONCE = 20
+# No further batch is applied before other work runs if those before it have more than this. If they contain only very
+# small events, they take about 70 milliseconds.
+_BYTES_AT_ONCE = 256 * 1024
 _REPLAY_SECONDS = 2.0
 # A replay is requested again if batches are missing in it, but not more often than this.
 _MAX_REPLAYS = 50
@@ -383,8 +386,8 @@ class _Feed:
                 is_verified = is_quiet
 
     def read_batches(self) -> bool:
-        """Apply batches that have arrived, at most ``_BATCHES_AT_ONCE``; return whether there may be more of them."""
-        self._is_waiting = False
+        """Apply some of the batches that have arrived; return whether there may be more of them."""
+        self._is_waiting, num_bytes = False, 0
         if self._failure is not None or self._socket.closed:
             return False
         try:
@@ -399,6 +402,9 @@ class _Feed:
                     self._on_damage(exc)
                 else:
                     self._on_batch(number, data, self._decode(data))
+                    num_bytes += len(data)
+                if num_bytes > _BYTES_AT_ONCE:
+                    break
         except self._zmq.Again:
             return False
         except Exception as exc:
@@ -508,6 +514,7 @@ class _Feed:
         try:
             socket.connect(endpoint)
             await socket.send_multipart([b"", encode_sequence(first)])
+            num_bytes = 0
             for count in itertools.count(1):
                 if not await socket.poll(int(1000 * _REPLAY_SECONDS)):
                     raise asyncio.TimeoutError
@@ -516,7 +523,9 @@ class _Feed:
                 if number == END_OF_REPLAY:
                     return
                 yield number, data
-                if count % _BATCHES_AT_ONCE == 0:
+                num_bytes += len(data)
+                if count % _BATCHES_AT_ONCE == 0 or num_bytes > _BYTES_AT_ONCE:
+                    num_bytes = 0
                     await asyncio.sleep(0)
         finally:
             socket.close(linger=0)
@@ -592,7 +601,8 @@ class _Feed:
         self._set_exact(False)
 
     def _set_exact(self, is_exact: bool) -> None:
-        is_exact = is_exact and self._is_connected
+        is_current = self._is_connected and not self._wake.is_set()  # otherwise another replay is necessary
+        is_exact = is_exact and is_current and (self._early is None or self._early[0] < self._expected)
         if self.cache.is_exact != is_exact:
             self._policy.set_exact(self._key, is_exact=is_exact)
             self._followed.cache_known = "exact" if is_exact else "degraded"

@@ -154,6 +154,59 @@ def test_what_a_replay_drops_is_asked_for_again(thread: LoopThread, publisher: E
     followed.stop()
 
 
+def test_a_cache_is_not_exact_while_a_batch_that_arrived_is_missing_in_the_replay(followed: Followed) -> None:
+    publisher, set_exact, wrong = followed.publisher, followed.policy.set_exact, list[set[Any]]()
+
+    def record(key: str, *, is_exact: bool) -> None:
+        if is_exact and set(followed.policy.caches[KEY]) != publisher.blocks:
+            wrong.append(set(followed.policy.caches[KEY]))
+        set_exact(key, is_exact=is_exact)
+
+    followed.policy.set_exact = record  # type: ignore[method-assign]
+    publisher.store(1)
+    followed.wait_for_blocks()
+    publisher.dropped = {2, 3}  # by the socket for replays, which sends the end
+    publisher.store(2, is_lost=True)
+    publisher.store(3, is_lost=True)
+    publisher.store(4)
+    followed.wait_for("degraded")
+    followed.wait_for_blocks()
+    followed.wait_for("exact")
+    assert wrong == []
+
+
+def test_a_cache_is_not_exact_before_the_replay_that_a_new_connection_needs(
+    thread: LoopThread, followed: Followed
+) -> None:
+    feed = followed.reader._feeds[KEY]
+
+    async def connect_during_replay() -> bool:
+        feed._set_exact(False)
+        feed._wake.set()
+        feed._set_exact(True)
+        return feed.cache.is_exact
+
+    assert not thread.run(connect_during_replay())
+    followed.wait_for("exact")
+
+
+def test_other_work_runs_between_large_batches(followed: Followed) -> None:
+    feed, order = followed.reader._feeds[KEY], list[Any]()
+    apply = feed._apply
+
+    def apply_and_record(number: int, *args: Any) -> None:
+        order.append(number)
+        asyncio.get_running_loop().call_soon(order.append, "other work")
+        apply(number, *args)
+
+    feed._apply = apply_and_record  # type: ignore[assignment, method-assign]
+    for block in range(5):
+        followed.publisher.publish(BlockStored([block], None, [70_000] * 100_000, 100_000))
+    followed.wait_for_blocks()
+    wait_until(lambda: len(order) == 10, "the other work to run")
+    assert order == [each for number in range(5) for each in (number, "other work")]
+
+
 def test_what_no_replay_has_is_lost(thread: LoopThread, publisher: EventPublisher) -> None:
     for block in range(30):
         publisher.store(block)
