@@ -43,6 +43,7 @@ MANIFEST_BYTES = 2048
 
 _MANIFEST_VERSION = 1
 _MAX_TEXT = 400
+_PLAIN_TEXT = f"a printable text of at most {_MAX_TEXT} characters"
 _MAX_FACTS = 16
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -175,9 +176,9 @@ def parse_manifest(value: object) -> Manifest:
         raise ManifestError(f"it is not a manifest of version {_MANIFEST_VERSION}, the only supported version")
     fields, facts = value.get("fields"), value.get("facts")
     if not isinstance(fields, dict) or not fields or not all(_is_field(*item) for item in fields.items()):
-        raise ManifestError("its fields are not short texts and numbers")
+        raise ManifestError(f"its fields are missing, or one is neither a whole number nor {_PLAIN_TEXT}")
     if not isinstance(facts, dict) or not all(_is_plain(each) for item in facts.items() for each in item):
-        raise ManifestError("its facts are not short texts")
+        raise ManifestError(f"its facts are missing, or one is not {_PLAIN_TEXT}")
     block_format, written_at = value.get("block_format"), value.get("written_at")
     if type(block_format) is not int or not _is_plain(written_at):
         raise ManifestError("it lacks the format of its blocks or the time at which it was written")

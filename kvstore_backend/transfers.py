@@ -95,7 +95,7 @@ class Window(Protocol):
     def deliver(self, count: int) -> None:
         """Accept the first ``count`` values that the pool has read; the other values have no defined contents.
 
-        If the window is a buffer, begin to copy the accepted values to their blocks.
+        If ``values`` is a buffer outside the blocks, begin to copy the accepted values to the blocks.
         """
 
     def wait(self) -> None:
@@ -316,7 +316,7 @@ class Transfers:
         try:
             wait([self._saves.submit(lambda: None)], flush_seconds)
         except RuntimeError as exc:
-            logger.debug("Waiting for running saves ended early: %s", exc)
+            logger.debug("The pool is closed without waiting for running saves: %s", exc)
         self._loads.close()
         self._saves.close()
         # A native client may take long to close, so this waits for it only for a limited time.

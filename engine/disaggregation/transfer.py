@@ -56,11 +56,11 @@ class Transfer:
         """The name of this process for writes of other processes: ``host:port``."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Let other processes write to memory.
+        """Let other processes write to memory of this process.
 
         Args:
             address, nbytes: address and size of the memory.
-            headroom: ignored; only pools use it.
+            headroom: has no effect; it is here because ``Registry`` in ``kvstore_backend.staging`` has it.
 
         Raises:
             TransferUnavailable: TransferEngine cannot register the memory.

@@ -151,7 +151,7 @@ def parse_mindie_pool(pool: object, where: str) -> dict[str, Any]:
         try:
             members = json.loads(pool, object_pairs_hook=_refuse_duplicates) if pool.strip() else {}
         except (ValueError, RecursionError) as exc:
-            raise ConfigError(f"{where} is {pool!r}, which is not JSON in a string: {exc}") from None
+            raise ConfigError(f"{where} is {pool!r}, a string that is not valid JSON: {exc}") from None
     else:
         members = pool
     if not isinstance(members, dict):

@@ -141,7 +141,7 @@ def _check_models(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:
         try:
             params = json.loads(text) if isinstance(text, str) else None
         except ValueError as exc:
-            yield Mistake(f"{where} is not JSON in a string: {exc}")
+            yield Mistake(f"{where} is a string that is not valid JSON: {exc}")
             continue
         kinds = str(params.get("plugin_type", "")).split(",") if isinstance(params, dict) else []
         if _PLUGIN not in [kind.strip() for kind in kinds]:

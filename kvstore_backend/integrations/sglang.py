@@ -260,7 +260,12 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return answers
 
     def _find_pages(self, name: str, keys: Sequence[str]) -> list[bool]:
-        """Return for each page of a kind of state whether the pool has it; False without registered host memory."""
+        """Return for each page whether the pool has it; False for all if SGLang has registered no host memory for them.
+
+        Args:
+            name: the kind of state in the pages: ``kv``, or another one such as the state of Mamba layers.
+            keys: SGLang's keys of the pages.
+        """
         if name not in self._host_pools:
             return [False] * len(keys)
         return [status is Status.OK for status in self._pool_of(name).exists(self._hash_keys(name, keys))]

@@ -77,7 +77,12 @@ class AlignedSpan:
         return [rank.key(names[block]) for block in stored for rank in self.ranks]
 
     def extents(self, number: int, family: ShardingFamily) -> list[Extent]:
-        """Return the heads and tokens of each piece of a span, in the order of ``keys``."""
+        """Return which heads and tokens each piece of a span contains, in the order of ``keys``.
+
+        Args:
+            number: index of the span.
+            family: the reader's family.
+        """
         size, first = self.sharding.block_size, number * self.num_stored
         return [
             Extent(family.heads_of(rank), range(block * size, (block + 1) * size))

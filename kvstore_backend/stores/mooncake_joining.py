@@ -177,7 +177,8 @@ def _drop_port(settings: MooncakeSettings) -> str:
     """Return ``local_hostname`` without its port, so that Mooncake chooses a free port.
 
     A client with the same host and port as a crashed client would regard the crashed client's memory as its own, and
-    would be killed when it writes there. The port stays if Mooncake really listens at this port, and with Ascend cards.
+    would be killed when it writes there. The port stays if the protocol is ``ascend``, or if Mooncake really listens at
+    this port.
     """
     host, colon, port = settings.local_hostname.rpartition(":")
     is_named = colon and port.isdigit() and (":" not in host or host.endswith("]"))

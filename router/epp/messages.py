@@ -150,13 +150,16 @@ def split_body(data: bytes, *, is_request: bool, is_end: bool) -> Iterator[Any]:
 
 
 def end_with_trailers(*, is_request: bool) -> Any:
-    """Return the message that passes the trailers on unchanged."""
+    """Return the message after which the gateway sends the trailers on unchanged."""
     kind = "request_trailers" if is_request else "response_trailers"
     return ProcessingResponse(**{kind: TrailersResponse()})
 
 
 def pass_on(message: Any) -> Iterable[Any]:
-    """Return the messages that pass a part of a response on unchanged; none for a part of a request."""
+    """Return the answers to ``message``, a part of a response that the gateway sends on unchanged.
+
+    A part of a request has no answer.
+    """
     kind = message.WhichOneof("request")
     if kind == "response_headers":
         return (ProcessingResponse(response_headers=HeadersResponse()),)

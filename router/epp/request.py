@@ -227,11 +227,11 @@ class GatewayRequest(ClientRequest):
             self._held = status, headers, []
 
     def write_piece(self, data: bytes) -> None:
-        """Send a piece of the response's body."""
+        """Send ``data`` to the gateway as a piece of the response's body, not the last one."""
         self._send_body(data, is_end=False)
 
     def finish_response(self, data: bytes) -> None:
-        """Send the last piece of the response's body."""
+        """Send ``data`` to the gateway as the last piece of the response's body, and complete the response."""
         if self.disconnected:  # the gateway has sent a response of its own
             self._complete_response()
             return

@@ -169,7 +169,11 @@ class BlockIndex:
             raise BadBody(f"publisher {publisher.key!r} is registered with other values; unregister it first")
         if same is None:
             if self._registry.get(publisher.instance_id) is not None:
-                raise BadBody(f"{publisher.instance_id!r} is the address of an instance of this router", "instance_id")
+                message = (
+                    f"instance_id is {publisher.instance_id!r}, the address of an instance that is registered at this "
+                    "router; if it publishes KV events, the index has them already"
+                )
+                raise BadBody(message, "instance_id")
             endpoint = publisher.kv_events["endpoint"]
             for other in known.values():
                 if other.kv_events["endpoint"] == endpoint:

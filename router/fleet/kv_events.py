@@ -268,7 +268,7 @@ class KvEventReader:
             try:
                 settled = feed.settle()
             except Exception:
-                _log.exception("prompts are not associated with blocks of %s", key)
+                _log.exception("the router cannot match prompts with the blocks of %s", key)
                 continue
             for prompt, leaf in settled:
                 self._publish([key, array("Q", prompt.chunks).tobytes(), leaf, *prompt[1:]])

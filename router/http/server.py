@@ -241,7 +241,7 @@ class ClientRequest:
             self._write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
 
     def finish_response(self, data: bytes) -> None:
-        """Send the last piece of the body, and complete the response."""
+        """Send ``data`` as the last piece of the body, and complete the response."""
         if self._chunked:
             self._write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n")
         else:

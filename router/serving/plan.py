@@ -143,7 +143,7 @@ def plan_requests(pairs: Pairs, selection: Selection, parsed: ParsedRequest, req
 
 
 def _plan_alone(instance: Instance, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, EngineIds | None]:
-    """Return the changes for an instance that serves the request alone, and the ids with which it is aborted there.
+    """Return the changes of a request for one instance, not a pair, and the ids with which it is aborted there.
 
     The ids are None if closing the connection is enough.
     """

@@ -388,7 +388,7 @@ class RouterMetrics:
             yield _count(name, text, ("instance",), {instance.key: 0 for instance in self._registry} | counts)
 
     def _collect_decisions(self) -> Iterator[Metric]:
-        """Yield the mean of each number in the reasons of the last decisions."""
+        """Yield the mean of each number with which policies chose instances, over the last requests."""
         sums: dict[tuple[str, str], list[float]] = {}
         last = (
             record.attempts[-1] for record in islice(reversed(self._audit.records), _DECISION_WINDOW) if record.attempts

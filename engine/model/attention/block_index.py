@@ -155,7 +155,7 @@ class BlockIndex(Index):
         device: torch.device,
     ) -> None:
         if kind not in REPRESENTATIVES:
-            raise ValueError(f"{kind!r} is not a representative; use one of {', '.join(REPRESENTATIVES)}")
+            raise ValueError(f"the kind of representatives is {kind!r}; it must be one of {', '.join(REPRESENTATIVES)}")
         self.kind = kind
         # The representatives of one row and head are contiguous, so that a search reads them as a matrix, without copy.
         shape = (num_layers, rows, num_kv_heads, max_blocks, width_of(kind, head_dim))

@@ -178,12 +178,12 @@ class _Row:
     table: Sequence[int]  # the blocks that are read
 
     @classmethod
-    def of_chunk(cls, row: int, chunk: ChunkShape, number: int, group: Group) -> _Row:
-        """Return the row of ``chunk`` in group ``number``; ``row`` is the position of the chunk's first token."""
+    def of_chunk(cls, start: int, chunk: ChunkShape, number: int, group: Group) -> _Row:
+        """Describe a chunk in the group with index ``number``. Its first token is at ``start`` in the step's tokens."""
         size, begin = group.block_size, group.find_first_needed(chunk.num_computed)
         low = max(0, chunk.num_computed - group.span + 1) - begin * size if group.span else 0
         table = chunk.table_of(number)[begin : chunk.count_blocks(size)]
-        return cls(row, chunk, low, chunk.context_length - begin * size, table)
+        return cls(start, chunk, low, chunk.context_length - begin * size, table)
 
 
 class TablePlan:

@@ -55,7 +55,7 @@ class SparseState:
                 self.host = allocate_host_memory(-(-self._max_context // config.block_size), kv)
             except RuntimeError as exc:
                 log.warning(
-                    "request %s is not offloaded, because there is not enough host memory: %s",
+                    "request %s: its KV stays in device memory, because host memory is too small to offload it: %s",
                     *(sequence.request.request_id, exc),
                 )
                 sequence.regime = Regime.SPARSE

@@ -168,8 +168,8 @@ def _tell_namespaces(catalogue: Catalogue) -> str:
 
 
 def _refuse_empty(catalogue: Catalogue) -> list[str]:
-    others = f" but {catalogue.others} keys of other software" if catalogue.others else ""
-    raise ConfigError(f"the pool has no namespace{others}, so none can be selected; give a digest with --namespace")
+    others = f", only {catalogue.others} keys of other software" if catalogue.others else ""
+    raise ConfigError(f"the pool has no blocks to select{others}")
 
 
 def _scope_of_prefix(

@@ -237,7 +237,7 @@ class _Wanted(Sequence[bytes]):
         return max(0, self.end - self.first)
 
     def __getitem__(self, index: Any) -> Any:
-        raise TypeError("the block names of several groups must be computed one at a time")
+        raise TypeError("the name of a block depends on its group; call name() with the group and the index")
 
     def name(self, number: int, place: int) -> bytes:
         """Return the name of the block at index ``place`` of group ``number``."""

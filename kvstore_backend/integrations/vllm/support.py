@@ -193,8 +193,8 @@ def warn_of_few_states(kv_cache_config: Any, groups: Sequence[Group]) -> None:
     if kv_cache_config.prefix_cache_retention_interval == 0 and any(group.kind == "state" for group in groups):
         logger.warning(
             "vLLM keeps few of this model's recurrent states, so a prompt that shares only its beginning with another "
-            "may find none in the pool; --prefix-cache-retention-interval %d also keeps those at the ends of all "
-            "chunks of prompts, and a multiple of it fewer",
+            "may find none in the pool; with --prefix-cache-retention-interval %d vLLM also keeps the state at the end "
+            "of each chunk of a prompt; a multiple of this number keeps fewer states",
             math.lcm(*(group.block_size for group in groups)),
         )
 

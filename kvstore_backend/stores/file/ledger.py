@@ -304,7 +304,7 @@ class Ledger:
                 _remove_writer(ledger, writer)
 
     def _recount_blocks(self, ledger: int) -> None:
-        """Count the existing values and drafts, and write their bytes and number to the ledger."""
+        """Count the stored values and the drafts, and record their number and total size in the ledger."""
         sizes = [block.nbytes for block in scan_blocks(self.blocks)]
         sizes += [entry.stat().st_size for writer in list_folders(self._writers) for entry in os.scandir(writer)]
         write_accounts(ledger, Accounts(sum(sizes), len(sizes)))

@@ -70,7 +70,7 @@ class Span:
         return self.seconds / self.pieces
 
     def label_pieces(self) -> list[str]:
-        """Return a label for each piece that says how long ago the piece ended."""
+        """Return a label for each piece of the time range: how long ago the piece ended."""
         labels = []
         for number in range(self.pieces - 1, -1, -1):
             ago = number * self.piece_seconds

@@ -110,7 +110,7 @@ def _find_role(labels: Mapping[str, Any]) -> str:
 
 
 def _find_port(spec: Mapping[str, Any]) -> int:
-    """Return the port of the pod that is named ``http``, or its only port; 0 if there is neither."""
+    """Return the pod's port with the name ``http``, or else the pod's only port; 0 if the pod has neither."""
     ports = [port for container in _list(spec, "containers") for port in _list(container, "ports")]
     named = [port for port in ports if port.get("name") == _PORT_NAME]
     chosen = named or (ports if len(ports) == 1 else [])

@@ -52,5 +52,5 @@ class FastDeployPair(Pair):
 
 
 def plan_fastdeploy(parsed: ParsedRequest, request_id: str) -> LegPlan:
-    """Return the changes for an instance that serves the request alone."""
+    """Return the changes of a request for one instance, not a pair."""
     return LegPlan({"request_id": encode_member("request_id", request_id)}, OF_PAIRS)

@@ -47,7 +47,10 @@ class SglangPair(Pair):
 
 
 def plan_sglang(parsed: ParsedRequest, request_id: str) -> LegPlan:
-    """Return the changes for an instance that serves the request alone. ``rid`` is its id, if the API has ``rid``."""
+    """Return the changes of a request for one instance, not a pair.
+
+    They set the member ``rid``, the request's id, if the API has this member.
+    """
     dropped = members_to_strip(parsed, "request_id")
     if not parsed.api.takes_rid:
         return LegPlan(NO_MEMBERS, dropped)

@@ -243,7 +243,12 @@ class StreamMerger:
         return self._is_finished or (is_at_limit and not self.doubtful_ids)
 
     def resume_members(self) -> dict[str, Any] | None:
-        """Return the members for the next request: ``{}`` to begin again, None if the stream cannot continue."""
+        """Return the members to set in the body of the next request, which continues the stream.
+
+        Returns:
+            The members; ``{}`` if no token has arrived, so that the same request is sent again; None if the stream
+            cannot continue.
+        """
         self._fold_events()
         if not self._shown and not self._not_resumable:
             return {}

@@ -316,5 +316,5 @@ def test_a_string_that_names_no_backend_is_no_pool(tmp_path: Path, text: str) ->
 
 def test_a_string_that_is_not_json_gets_one_sentence(tmp_path: Path) -> None:
     path = written(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": "{'backend': 'mooncake'}"}})
-    with pytest.raises(ConfigError, match=r"kvPoolConfig. in .* which is not JSON in a string"):
+    with pytest.raises(ConfigError, match=r"kvPoolConfig. in .* a string that is not valid JSON"):
         read_config(path, environ={})

@@ -57,7 +57,7 @@ def test_the_prefix_cache_may_be_one_plugin_of_several(tmp_path: Path, plugins: 
         (lambda b, m: models(b)[0].pop("plugin_params"), "a pool needs the prefix cache"),
         (lambda b, m: models(b)[0].update(plugin_params='{"plugin_type": "mtp"}'), "a pool needs the prefix cache"),
         (lambda b, m: models(b)[0].update(plugin_params={"plugin_type": "prefix_cache"}), "a pool needs the prefix"),
-        (lambda b, m: models(b)[0].update(plugin_params="prefix_cache"), "is not JSON in a string"),
+        (lambda b, m: models(b)[0].update(plugin_params="prefix_cache"), "is a string that is not valid JSON"),
         (lambda b, m: models(b).append({"modelName": "two"}), r"ModelConfig\[1\]"),
         (lambda b, m: b.pop("ModelDeployConfig"), "names no model"),
         (lambda b, m: b["kvPoolConfig"].update(configPath="lost.json"), "lost.json.* does not exist"),
@@ -215,7 +215,7 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
             lambda s: s.backend.update(kvPoolConfig="{'backend': 'mooncake'}"),
             "MindIE",
             "kvPoolConfig",
-            "is not JSON in a string",
+            "a string that is not valid JSON",
             id="7 a string that is not JSON",
         ),
         pytest.param(

@@ -117,5 +117,7 @@ def test_bounds_are_never_below_the_score_of_any_key(seed: int) -> None:
 
 
 def test_an_unknown_representative_is_refused() -> None:
-    with pytest.raises(ValueError, match="'median' is not a representative; use one of min_max, mean_std, mean"):
+    with pytest.raises(
+        ValueError, match="the kind of representatives is 'median'; it must be one of min_max, mean_std, mean"
+    ):
         index("median")

@@ -289,13 +289,13 @@ def test_a_pool_of_others_has_no_namespace_and_the_keys_are_counted(tmp_path: Pa
     url, memory = folder_url(tmp_path / "pool"), Memory(b"theirs")
     store = open_store(load_config(url))
     said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
-    assert said.startswith("the pool has no namespace, so none can be selected")
+    assert said == "the pool has no blocks to select"
     store.register(memory.address, memory.nbytes)
     assert all(store.put(["theirs", "more"], [memory.value] * 2))
     store.unregister(memory.address, memory.nbytes)
     store.close()
     said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
-    assert said.startswith("the pool has no namespace but 2 keys of other software, so none can be selected")
+    assert said == "the pool has no blocks to select, only 2 keys of other software"
 
 
 def test_the_only_namespace_is_meant_where_a_prefix_names_none(tmp_path: Path, kvstore: Commands) -> None:
