@@ -377,9 +377,8 @@ class _Feed:
                 self._is_behind = True
                 is_verified = await self._catch_up() and not was_woken
                 early, self._early = self._early, None
-                if early is not None and early[0] == self._expected:
-                    self._apply(*early)
-                    self._set_exact(not self._lacks_events)
+                if early is not None and (early[0] == self._expected or not can_replay):
+                    self._on_batch(*early)
                 self._is_behind = self._wake.is_set()
                 self._read_soon()
             else:
@@ -401,8 +400,13 @@ class _Feed:
                 except ValueError as exc:
                     self._on_damage(exc)
                 else:
-                    self._on_batch(number, data, self._decode(data))
+                    batch = self._decode(data)
                     num_bytes += len(data)
+                    self._on_connection()  # before the batch, because another process may have sent it
+                    if self._wake.is_set():
+                        self._early = number, data, batch
+                        return False
+                    self._on_batch(number, data, batch)
                 if num_bytes > _BYTES_AT_ONCE:
                     break
         except self._zmq.Again:

@@ -207,6 +207,34 @@ def test_other_work_runs_between_large_batches(followed: Followed) -> None:
     assert order == [each for number in range(5) for each in (number, "other work")]
 
 
+def test_the_next_batch_of_another_process_is_not_applied_to_the_blocks_of_the_last_one(
+    thread: LoopThread, followed: Followed
+) -> None:
+    publisher, feed = followed.publisher, followed.reader._feeds[KEY]
+    for block in range(3):
+        publisher.store(block)
+    followed.wait_for_blocks()
+    publisher.stop()
+    followed.wait_for("degraded")
+
+    async def read_before_the_event_of_the_connection() -> None:
+        publisher.start()
+        for block in range(100, 103):
+            publisher.store(block, is_lost=True)
+        publisher.store(103, is_lost=True)
+
+        def is_received() -> bool:
+            publisher.socket.send_multipart([b"", encode_sequence(3), publisher.sent[3]])
+            return bool(feed._socket.poll(0))
+
+        wait_until(is_received, "the batch to arrive")
+        feed.read_batches()
+
+    thread.run(read_before_the_event_of_the_connection())
+    followed.wait_for("exact")
+    assert set(followed.policy.caches[KEY]) == publisher.blocks
+
+
 def test_what_no_replay_has_is_lost(thread: LoopThread, publisher: EventPublisher) -> None:
     for block in range(30):
         publisher.store(block)
