@@ -404,7 +404,8 @@ class _Feed:
                     num_bytes += len(data)
                     self._on_connection()  # before the batch, because another process may have sent it
                     if self._wake.is_set():
-                        self._early = number, data, batch
+                        if not self.source.get("replay_endpoint"):
+                            self._early = number, data, batch
                         return False
                     self._on_batch(number, data, batch)
                 if num_bytes > _BYTES_AT_ONCE:
@@ -436,6 +437,10 @@ class _Feed:
             if self._is_connected:
                 self._is_behind = True
                 self._wake.set()
+                if self.source.get("replay_endpoint"):  # the unread batches may be those of another process
+                    with contextlib.suppress(self._zmq.Again):
+                        while True:
+                            self._socket.recv_multipart(self._zmq.NOBLOCK)
             else:
                 self._set_exact(False)
                 _log.info("the connection for the KV events of %s was lost", self._key)

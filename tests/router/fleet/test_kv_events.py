@@ -235,6 +235,35 @@ def test_the_next_batch_of_another_process_is_not_applied_to_the_blocks_of_the_l
     assert set(followed.policy.caches[KEY]) == publisher.blocks
 
 
+def test_unread_batches_of_a_process_that_ended_are_not_applied_to_the_blocks_of_the_next_one(
+    thread: LoopThread, followed: Followed
+) -> None:
+    publisher, feed = followed.publisher, followed.reader._feeds[KEY]
+    for block in range(3):
+        publisher.store(block)
+    followed.wait_for_blocks()
+
+    async def receive_unread() -> None:
+        feed._is_behind = True
+        publisher.store(3)
+        wait_until(lambda: feed._socket.poll(0), "the batch to arrive")
+
+    thread.run(receive_unread())
+    publisher.stop()
+    followed.wait_for("degraded")
+    publisher.start()
+    for block in range(100, 103):
+        publisher.store(block, is_lost=True)
+    followed.wait_for("exact")
+
+    async def read_all() -> None:
+        while feed._socket.poll(0):
+            await asyncio.sleep(0)
+
+    thread.run(read_all())
+    assert set(followed.policy.caches[KEY]) == publisher.blocks
+
+
 def test_what_no_replay_has_is_lost(thread: LoopThread, publisher: EventPublisher) -> None:
     for block in range(30):
         publisher.store(block)
