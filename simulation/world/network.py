@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import functools
 import random
+import re
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -63,6 +64,9 @@ class Link:
     is_down: bool = False
     is_refusing: bool = False
     stalled: list[Callable[[], None]] = field(default_factory=list)
+
+
+_ADDRESSES = re.compile(rb'"addresses": \[[\d, ]*\]')
 
 
 class Network:
@@ -437,7 +441,10 @@ class Endpoint:
     def _split(self, data: bytes) -> list[bytes]:
         if len(data) < 2 or not self.link.split or self._draws.random() >= self.link.split:
             return [data]
-        cuts = sorted({self._draws.randrange(1, len(data)) for _ in range(self._draws.randint(1, 3))})
+        # Addresses of memory have more or fewer digits in each run, which must not change the draws.
+        size = len(_ADDRESSES.sub(lambda found: re.sub(rb"\d+", b"0" * 10, found[0]), data))
+        draws = [self._draws.randrange(1, size) for _ in range(self._draws.randint(1, 3))]
+        cuts = sorted({min(draw, len(data) - 1) for draw in draws})
         return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
     def _put(self, kind: str, data: bytes) -> None:
