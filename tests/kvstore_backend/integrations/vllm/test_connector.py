@@ -469,10 +469,15 @@ class TestTwoInstances:
     ) -> None:
         config = make_config(folder, tmp_path / "pool")
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=is_enabled)
+        request = Request("a", list(range(22)))
         with contextlib.closing(VllmInstance(config)) as instance:
-            request = Request("a", list(range(22)))
-            instance.compute(request, list(range(6)))
-            events = list(instance.scheduler.take_events())
+
+            def compute() -> list[Any]:
+                instance.compute(request, list(range(6)))
+                return list(instance.scheduler.take_events())
+
+            # A save is dropped if the pool is too slow, as on a busy machine. Then the blocks are saved once more.
+            events = wait_until(compute, "the event of a save") if is_enabled else compute()
             assert list(instance.scheduler.take_events()) == []
         if not is_enabled:
             assert events == []
