@@ -31,7 +31,17 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        # Gauges of the current number of requests and blocks, and of the state of the pool.
+        self._requests = self._hit_requests = self._tokens = self._own_hits = self._pool_hits = 0
+        self._add_states()
+        self._add_prompt_counts()
+        self._add_pool_counts()
+        self._add_request_figures()
+        self._add_blocks_and_places()
+        self._add_cache_figures()
+        self._add_request_sizes()
+
+    def _add_states(self) -> None:
+        """Add the gauges of the current number of requests and blocks, and of the state of the pool."""
         self.running = self._add_gauge("fastdeploy:num_requests_running", "Requests in the running batch")
         self.waiting = self._add_gauge("fastdeploy:num_requests_waiting", "Requests waiting for blocks or the pool")
         self.cache_usage = self._add_gauge("fastdeploy:gpu_cache_usage_perc", "Share of KV blocks in use, 0 to 1")
@@ -43,7 +53,8 @@ class EngineMetrics:
         self.pending_saves = self._add_gauge("kvstore_pending_save_blocks", "Blocks that are being saved to the pool")
         self.pool_open = self._add_gauge("kvstore_pool_open", "1 when the pool has been joined")
 
-        # Counters of tokens, and of the sources of the KV of prompts.
+    def _add_prompt_counts(self) -> None:
+        """Add the counters of tokens, and of the sources of the KV of prompts."""
         self.prompt_tokens = self._add_counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = self._add_counter("fastdeploy:generation_tokens", "Tokens generated")
         self.prompt_origins = self._add_counters(
@@ -68,7 +79,8 @@ class EngineMetrics:
             "kvstore_handed_over_bytes", "Bytes of KV blocks written to, or verified from, another instance directly"
         )
 
-        # Counters of loads from the pool and saves to it, with the reasons for requests without a load.
+    def _add_pool_counts(self) -> None:
+        """Add the counters of loads from the pool and saves to it, with the reasons for requests without a load."""
         self.pool_unused = self._add_counters(
             "kvstore_pool_unused_requests",
             "Requests without prompt tokens from the pool, by reason (as in their log line)",
@@ -87,7 +99,8 @@ class EngineMetrics:
         )
         self.unsaved_blocks = self._add_counter("kvstore_unsaved_blocks", "Blocks whose save failed or was dropped")
 
-        # Counters of ended requests, and histograms of their times.
+    def _add_request_figures(self) -> None:
+        """Add the counters of ended requests, and histograms of their times."""
         self.finished = Counter(
             "kvstore_requests_finished",
             "Requests ended, by finish reason",
@@ -109,7 +122,8 @@ class EngineMetrics:
             "fastdeploy:request_prefill_time_seconds", "First step to first token, where this instance chose it"
         )
 
-        # FastDeploy's gauges of blocks and of places in the batch.
+    def _add_blocks_and_places(self) -> None:
+        """Add FastDeploy's gauges of blocks and of places in the batch."""
         self.batch_size = self._add_gauge("fastdeploy:batch_size", "Requests in the running batch")
         self.max_batch_size = self._add_gauge("fastdeploy:max_batch_size", "Requests that may run at once")
         self.available_batch_size = self._add_gauge(
@@ -129,7 +143,8 @@ class EngineMetrics:
             "fastdeploy:send_cache_failed_num", "Prompts whose KV could not be written to the decode instance directly"
         )
 
-        # FastDeploy's metrics of cached tokens.
+    def _add_cache_figures(self) -> None:
+        """Add FastDeploy's metrics of cached tokens."""
         self.cached_tokens = self._add_counter(
             "fastdeploy:prefix_cache_token_num", "Prompt tokens found in this instance's own cache, or in the pool"
         )
@@ -147,9 +162,9 @@ class EngineMetrics:
             "fastdeploy:gpu_hit_token_rate", "Share of prompt tokens in this instance's own cache, since the start"
         )
         self._add_gauge("fastdeploy:cpu_hit_token_rate", "0: this engine has no second cache in CPU memory")
-        self._requests = self._hit_requests = self._tokens = self._own_hits = self._pool_hits = 0
 
-        # FastDeploy's metrics of the number, the sizes and the times of requests.
+    def _add_request_sizes(self) -> None:
+        """Add FastDeploy's metrics of the number, the sizes and the times of requests."""
         self.requests = self._add_counter("fastdeploy:requests_number", "Requests that the engine got")
         self.succeeded = self._add_counter("fastdeploy:request_success", "Requests that ended with stop or length")
         self.preempted = self._add_counter("fastdeploy:request_preempted", "Preemptions of requests")
