@@ -4,6 +4,7 @@ addresses.py     parses HOST:PORT; finds the address at which another host reach
 formats.py       formats numbers of bytes, and lines of a timeline, for display
 hints.py         "did you mean": finds the known name that is nearest to a mistyped one
 http_limits.py   limits for HTTP requests, and the errors for request heads that exceed them
+json_objects.py  parses JSON objects
 kv_events.py     KV events of instances, in the format of vLLM and SGLang
 mooncake.py      reads the metrics page and the memory segments of a Mooncake master
 ports.py         binds a port that a closed connection still holds

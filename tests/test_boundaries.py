@@ -58,9 +58,8 @@ SPEAKERS = {
 # stands for the HTTP server; its program has one, to the flags; the attempts have one to the instances that a gateway
 # may use. The KV events of instances have one, to the index of prefixes; the questions of other schedulers for blocks
 # have two, to the names of blocks and to the errors that they are answered with. The sidecar has one more, to the
-# question which engine a server runs. The reader of JSON objects has two, from pods and from merged responses; the
-# failures of discovery's questions have one, to the errors of router/http.
-MAX_ARROWS = 115
+# question which engine a server runs; the failures of discovery's questions have one, to the errors of router/http.
+MAX_ARROWS = 113
 MAX_ENTRIES = 14
 
 # Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that
@@ -77,7 +76,7 @@ QUIET_HANDLERS: dict[tuple[str, str], str] = {
         ("router/serving/proxy.py", function): "given to _end_after, which logs it"
         for function in ("start", "on_begun", "on_data", "_run")
     },
-    ("router/fleet/kv_events.py", "read_batches"): "raised again by follow, which runs as a task",
+    ("router/fleet/kv_event_feed.py", "read_batches"): "raised again by follow, which runs as a task",
     ("router/serving/attempt.py", "on_data"): "given to the owner, whose _end_after logs it",
     ("engine/generation/choices.py", "_relay_pieces"): "queued, and raised by the reader of the queue",
     ("engine/model/model_runner.py", "try_out"): "becomes the reason of the ConfigError raised behind it",

@@ -17,10 +17,12 @@ TESTED_IN = {
     # What the programs use of the base package is tested with them.
     "kvcommon/formats.py": "tests/router/console/dashboard/test_words.py",
     "kvcommon/http_limits.py": "tests/router/http/test_server.py",
+    "kvcommon/json_objects.py": "tests/router/serving/resume/test_events.py",
     "kvcommon/mooncake.py": "tests/router/console/dashboard/test_figures.py",
     "kvcommon/request_ids.py": "tests/engine/serving/test_http_server.py",
     "kvcommon/shutdown.py": "tests/router/test_launch.py",
     "kvcommon/versions.py": "tests/kvstore_backend/cli/test_commands.py",
+    "router/fleet/kv_event_feed.py": "tests/router/fleet/test_kv_events.py",
     "router/serving/services.py": "tests/router/serving/test_attempt.py",
     "router/telemetry/records.py": "tests/router/telemetry/test_audit.py",
     # A pooled connection, an exchange on it and its errors are one thing to their users.

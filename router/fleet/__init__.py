@@ -3,6 +3,7 @@
 registration.py   Registration: the fields that an instance sends about itself
 instance.py       Instance: one registered instance, its health and its load
 kv_events.py      KvEventReader: reads KV events, to know which blocks each instance has cached
+kv_event_feed.py  KvEventFeed: reads the events of one instance, and asks for those that were lost
 block_index.py    BlockIndex: responds to queries of other schedulers about cached prefixes
 stored_responses.py  StoredResponses: which instance stores which response of /v1/responses
 breaker.py        Breaker: excludes an instance from selection after requests failed there

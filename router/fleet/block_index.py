@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgpack
 import orjson
 
-from router.fleet.kv_events import KvEventReader, Publisher
+from router.fleet.kv_event_feed import Publisher
+from router.fleet.kv_events import KvEventReader
 from router.fleet.models import ServedModels
 from router.fleet.registration import ENDPOINT
 from router.fleet.registry import Registry

@@ -24,7 +24,7 @@ from router.http.large_body import UNCHECKED_BYTES, BadBody, LargeBody, hide_esc
 
 __all__ = [
     *("CONTROL_BYTES", "InferenceBody", "TokenCount", "Usage", "encode_member", "estimate_tokens", "find_model"),
-    *("load_object", "parse_inference", "parse_object", "read_cached_figures", "read_usage", "rename_model"),
+    *("parse_inference", "parse_object", "read_cached_figures", "read_usage", "rename_model"),
     *("set_figures", "splice", "splice_parts", "whole_number"),
 ]
 
@@ -117,15 +117,6 @@ def parse_object(data: bytes) -> dict[str, Any]:
         for _ in LargeBody(data).check_values():
             pass
     return _parse_object(data)
-
-
-def load_object(data: bytes | str) -> dict[str, Any] | None:
-    """Return the JSON object in ``data``; None if ``data`` is anything else."""
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _parse_object(data: bytes) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from kvcommon.json_objects import load_object
 from router.fleet import EngineKind, Instance, Tasks, gather_spread
-from router.http import BadBody, ConnectionPool, UpstreamError, load_object
+from router.http import BadBody, ConnectionPool, UpstreamError
 from router.serving.reading.api import EngineIds
 
 __all__ = ["ABORT_PATH", "AbortOutcome", "AbortScope", "Aborter", "list_unknown_ids", "read_asked_ids"]

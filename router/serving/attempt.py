@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypedDict
 
+from kvcommon.json_objects import load_object
 from router.fleet import Instance
 from router.http import (
     Exchange,
@@ -28,7 +29,6 @@ from router.http import (
     StaleConnection,
     TimedOut,
     UpstreamError,
-    load_object,
 )
 from router.serving.aborts import Aborter
 from router.serving.reading.api import EngineIds

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import orjson
 
+from kvcommon.json_objects import load_object
 from router.http import (
     ApiError,
     ClientRequest,
@@ -17,7 +18,6 @@ from router.http import (
     TokenCount,
     Usage,
     encode_error_event,
-    load_object,
     read_cached_figures,
     read_usage,
     set_figures,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from kvcommon.json_objects import load_object
 from router.fleet.models import parse_models
-from router.http import load_object
 
 __all__ = ["Fetch", "IdentityHidden", "ask_identity", "ask_sglang"]
 

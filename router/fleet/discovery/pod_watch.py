@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvcommon.json_objects import load_object
 from router.fleet.discovery.pods import Pod, read_pod
-from router.http import Address, ConnectionPool, ResponseReader, TimedOut, UpstreamError, load_object
+from router.http import Address, ConnectionPool, ResponseReader, TimedOut, UpstreamError
 from router.settings import RouterSettings, SettingsError, read_authorities, read_token
 
 __all__ = ["PodWatch"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from router.http import load_object
+from kvcommon.json_objects import load_object
 
 __all__ = ["READY", "TERMINATING", "UNREADY", "Pod", "read_pod"]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import orjson
 
-from router.http import UpstreamError, hide_escapes, load_object, show_escapes, whole_number
+from kvcommon.json_objects import load_object
+from router.http import UpstreamError, hide_escapes, show_escapes, whole_number
 
 __all__ = [
     "CACHE_COUNTS",

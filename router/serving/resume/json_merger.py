@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from router.http import load_object
+from kvcommon.json_objects import load_object
 from router.serving.resume.continuation import count_remaining, resume_by_ids
 from router.serving.resume.events import (
     find_choices,

@@ -22,6 +22,7 @@ import xxhash
 
 from kvcommon.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from router.fleet import block_index, kv_events
+from router.fleet.kv_event_feed import Publisher
 from tests.router.conftest import RouterUnderTest
 from tests.router.stand_in import StandIn
 from tests.support.kv_events import EventPublisher, event_publisher
@@ -62,7 +63,7 @@ def ask(router: RouterUnderTest, path: str = "/query", **members: Any) -> dict[s
     return answer
 
 
-def publishers_of(router: RouterUnderTest) -> dict[str, kv_events.Publisher]:
+def publishers_of(router: RouterUnderTest) -> dict[str, Publisher]:
     assert router.app.kv_events
     return router.app.kv_events.publishers
 
