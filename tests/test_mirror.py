@@ -22,6 +22,7 @@ TESTED_IN = {
     "kvcommon/request_ids.py": "tests/engine/serving/test_http_server.py",
     "kvcommon/shutdown.py": "tests/router/test_launch.py",
     "kvcommon/versions.py": "tests/kvstore_backend/cli/test_commands.py",
+    "router/policies/block_tree.py": "tests/router/policies/test_cached_blocks.py",
     "router/fleet/kv_event_feed.py": "tests/router/fleet/test_kv_events.py",
     "router/serving/services.py": "tests/router/serving/test_attempt.py",
     "router/telemetry/records.py": "tests/router/telemetry/test_audit.py",

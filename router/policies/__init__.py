@@ -5,7 +5,8 @@ prefix_index.py       PrefixIndex: stores which instance has computed which pref
 resume_points.py      ResumePoints: learns how much of a known prefix an instance can use
 prefix_policy.py      PrefixPolicy: the base of policies that have a PrefixIndex
 block_names.py        computes names of blocks from their tokens, equal for all engines
-cached_blocks.py      CachedBlocks: stores the cached blocks that one instance reports by KV events
+block_tree.py         BlockTree: stores the cached blocks that one instance reports by KV events
+cached_blocks.py      CachedBlocks: finds out which prompts have these blocks
 prefill_cost.py       PrefillCost: learns the cost of waiting, computing and fetching
 simple.py             policies that consider only loads: random, round_robin, request_num, ...
 consistent_hash.py    chooses the same instance for the same session
