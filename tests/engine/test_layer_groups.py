@@ -27,7 +27,10 @@ from tests.engine.faulty_store import Fault, FaultyStore
 from tests.engine.pair import forget_prefixes, pair_of
 from tests.engine.running import Engine
 from tests.engine.test_equality import MAX_TOKENS, asked_at_once, asked_of_pair_at_once
+from tests.support.clearing import looks, wait_for_a_look
 from tests.support.waiting import wait_until
+
+__all__ = ["looks"]
 
 each_layout = pytest.mark.parametrize("checkpoint", ["gpt-oss", "gemma3", "mistral", "lfm2"], indirect=True)
 """Of the architectures those whose layers form other groups: the pool knows nothing else of them."""
@@ -232,13 +235,14 @@ def test_retrieval_is_refused_where_it_cannot_work(family: str, reason: str, tmp
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("family", ["gemma3", "lfm2"])
 def test_blocks_of_all_groups_are_saved_again_if_the_pool_has_lost_them(
-    family: str, staged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, staged: bool, tmp_path: Path, looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.pool.pool_connector.Refill", functools.partial(Refill, period=0.02))
     folder, store = write_checkpoint(GROUPED[family](), tmp_path), MemoryStore(64 << 20)
     settings: dict[str, Any] = {"num_blocks": 300, "max_model_len": 2000 if staged else None}
     with Engine(folder, store=FaultyStore(store), **settings) as writer:
         asked_at_once(writer, PROMPTS[:2])
+        wait_for_a_look(looks)
         kept = dict(store._values)
         store.clear("")
         wait_until(lambda: store._values.keys() >= kept.keys(), "all blocks to be saved again", 60)

@@ -8,8 +8,9 @@ from kvstore_backend.backend import Status, StorageBackend
 from kvstore_backend.clear_marks import ClearMarks, make_mark, mark_key
 from kvstore_backend.wrappers.checked import HEADER_BYTES
 from tests.support.memory import Memory
+from tests.support.waiting import wait_until
 
-__all__ = ["leave_mark", "looks"]
+__all__ = ["leave_mark", "looks", "wait_for_a_look"]
 
 
 def leave_mark(backend: StorageBackend, digest: str) -> None:
@@ -32,3 +33,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
 
     monkeypatch.setattr(ClearMarks, "look", note)
     return told
+
+
+def wait_for_a_look(looks: list[bool | None]) -> None:
+    """Wait until the instance has looked for its blocks, and then for a clear, after this call.
+
+    A loss is detected only if a look before it found the blocks.
+    """
+    first = len(looks)
+    wait_until(lambda: len(looks) >= first + 2, "two looks, the first of which may have begun before")

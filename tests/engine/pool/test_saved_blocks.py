@@ -18,7 +18,7 @@ from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import FaultyStore
 from tests.engine.running import Engine
-from tests.support.clearing import leave_mark, looks
+from tests.support.clearing import leave_mark, looks, wait_for_a_look
 from tests.support.stored import count_keys
 from tests.support.waiting import wait_until
 
@@ -49,6 +49,8 @@ def engine(
     with Engine(tiny_checkpoint, store=store, num_blocks=128) as running:
         for prompt in PROMPTS:
             running.answer(prompt, 4)
+        running.wait_until_idle()
+        wait_for_a_look(looks)
         yield running
 
 
