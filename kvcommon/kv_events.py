@@ -5,9 +5,9 @@ publisher begin at 0 and grow by 1. A batch is the array ``[ts, events, data_par
 the member ``type``; before vLLM's pull request 42892 (June 2026) it was an array that begins with the type. This module
 reads both and writes maps. Source: ``vllm/distributed/kv_events.py`` of vLLM 0.32.
 
-A publisher's replay socket (ROUTER) receives a sequence number. It sends one message for each batch from that number on
-that it still has, then one message with the number ``END_OF_REPLAY``. A client needs a DEALER socket, which sends and
-receives an empty frame before the others; a REQ socket would deliver only the first of the messages.
+A publisher's replay socket (ROUTER) receives a sequence number. It sends one message for each batch that it still has,
+from that number on, and then one message with the number ``END_OF_REPLAY``. A client needs a DEALER socket, which sends
+and receives an empty frame before the other frames; a REQ socket would deliver only the first of the messages.
 """
 
 from __future__ import annotations

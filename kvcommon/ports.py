@@ -1,4 +1,4 @@
-"""Binds a port that the client's end of a closed connection still holds."""
+"""Binds a port that Linux still reserves for a client's connection that was closed."""
 
 from __future__ import annotations
 

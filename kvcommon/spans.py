@@ -143,7 +143,7 @@ class SpanSender:
     def _name_usage(
         self, input_tokens: int | None, output_tokens: int | None, cached_tokens: int | None, operation: str
     ) -> dict[str, Any]:
-        """Return a span's attributes for token counts; those that are new in the conventions only for who has opted in.
+        """Return a span's attributes for token counts; the newest attributes only if the operator has opted in to them.
 
         Source of the names: opentelemetry.io/docs/specs/semconv/gen-ai. ``input_tokens`` includes the cached tokens.
         """

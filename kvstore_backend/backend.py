@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 HEADROOM_BYTES = 128
-"""Number of free bytes before each value in memory that is registered with ``headroom``; keeps values aligned."""
+"""Number of free bytes before each value in memory that is registered with ``headroom``. Values stay aligned."""
 
 
 class KVStoreError(Exception):

@@ -30,10 +30,10 @@ __all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "Pool", "make_mark"
 logger = logging.getLogger(__name__)
 
 MARK_PREFIX = "kvstore-cleared/"
-"""Beginning of the keys of all marks. Keys of blocks have another beginning."""
+"""Beginning of the keys of all marks (of cleared namespaces). Keys of blocks have another beginning."""
 
 ALL = "all"
-"""Text in place of a digest, for a clear of all namespaces."""
+"""Text that the key of a mark has in place of a digest if an operator cleared all namespaces."""
 
 _PERIOD_SECONDS = 5.0
 # Maximum wait for the thread to end, longer than the deadline of a read.
@@ -43,7 +43,7 @@ _ID = re.compile(rb"[0-9a-f]{32}")
 
 
 def mark_key(digest: str) -> str:
-    """Return the key of the mark for the namespace with this digest, or for ``ALL``."""
+    """Return the key of the mark that shows a clear of the namespace with this digest, or of ``ALL`` namespaces."""
     return f"{MARK_PREFIX}{digest}"
 
 
@@ -85,7 +85,7 @@ class ClearMarks:
         self._found: dict[str, bytes] = {}
 
     def look(self) -> bool | None:
-        """Read the marks; return whether one of them is not known yet; None if a mark could not be read."""
+        """Read the marks; return True if the pool has a new mark, False if not, None if a mark could not be read."""
         base: int = self._memory.ctypes.data
         targets = [[Span(base + i * _ID_BYTES, _ID_BYTES)] for i in range(len(self._keys))]
         statuses = self._pool.stack.get_for_all(self._keys, targets)
@@ -101,7 +101,7 @@ class ClearMarks:
         self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)
 
     def accept(self) -> None:
-        """Record the marks that the last ``look`` found as known."""
+        """Remember the marks that the last ``look`` found, so that they do not count as new again."""
         self._known |= self._found
 
 

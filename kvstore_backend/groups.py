@@ -25,7 +25,8 @@ __all__ = ["Exists", "Group", "Kind", "Resume", "find_resume_point"]
 
 Kind = Literal["full", "window", "chunk", "state"]
 Exists = Callable[[Sequence[tuple[int, int]]], Sequence[bool]]
-"""Function that looks up blocks, each given as the index of its group and its place in the prefix, in the pool."""
+"""Function that looks up blocks in the pool. The arguments: for each block the index of its group, and its index in
+the prefix."""
 
 _TEXTS: Mapping[Kind, str] = {
     "full": "full attention",
@@ -58,14 +59,17 @@ class Group:
         return f"{_TEXTS[self.kind]} {self.span}" if self.span else _TEXTS[self.kind]
 
     def list_needed(self, num_tokens: int) -> range:
-        """Return the places of the blocks that the group needs to resume after ``num_tokens`` tokens.
+        """Return the indices of the blocks that the group needs to resume after ``num_tokens`` tokens.
 
         ``num_tokens`` must be a multiple of the block size.
         """
         return range(self.find_first_needed(num_tokens), num_tokens // self.block_size)
 
     def find_first_needed(self, num_tokens: int) -> int:
-        """Return the place of the first block that the group needs to resume after any number of tokens."""
+        """Return the index of the first block that the group needs to resume after ``num_tokens`` tokens.
+
+        ``num_tokens`` may be any number, not only a multiple of the block size.
+        """
         if self.kind == "full":
             return 0
         if self.kind == "state":
@@ -77,7 +81,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Resume:
-    """Result of ``find_resume_point``: where a prompt can resume, and which blocks are missing for more.
+    """Result of ``find_resume_point``: where a prompt can resume, and how many blocks are missing for a longer prefix.
 
     Attributes:
         num_tokens: number of tokens of the longest prefix at which all groups can resume.
@@ -164,7 +168,7 @@ def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exi
 
 
 def _list_from(group: Group, num_tokens: int, begin: int) -> range:
-    """Return the places from ``begin`` on of the blocks that a group needs to resume after ``num_tokens`` tokens."""
+    """Return the indices of the blocks, from ``begin`` on, that a group needs to resume after ``num_tokens`` tokens."""
     needed = group.list_needed(num_tokens)
     return range(max(begin, needed.start), needed.stop)
 
@@ -188,7 +192,7 @@ class _Found:
             self._known.update(zip(wanted, self._exists(wanted), strict=True))
 
     def knows(self, number: int, place: int) -> bool:
-        """Return whether the block at ``place`` of group ``number`` was looked up."""
+        """Return whether the block at the index ``place`` of the group ``number`` was looked up."""
         return (number, place) in self._known
 
     def has(self, number: int, place: int) -> bool:

@@ -44,7 +44,7 @@ class ManifestKeeper:
         self._thread = threading.Thread(target=self._keep_manifest, name="pool-manifest", daemon=True)
 
     def attach_store(self, store: StorageBackend) -> None:
-        """Keep the manifest in ``store`` from now on, a store without wrappers that was just opened."""
+        """Write the manifest to ``store`` from now on. ``store`` has no wrappers, and was just opened."""
         with self._changed:
             self._store = store
             if self._thread.ident is None and not self._is_closed:
@@ -52,7 +52,7 @@ class ManifestKeeper:
             self._changed.notify_all()
 
     def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
-        """Call a store after its first call only while ``is_ready`` returns True, because other calls may hang."""
+        """Set a function: while it returns False, only the first call to a store is made, because calls may hang."""
         self._is_ready = is_ready
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ class BlockPool:
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of the namespace, with the ``facts`` of ``open_pool``."""
+        """Manifest of the namespace, with the ``facts`` that ``open_pool`` got."""
         return self._keeper.manifest if self._keeper is not None else Manifest(self.namespace.fields)
 
     @property
@@ -226,7 +226,7 @@ class BlockPool:
             self._keeper.manifest = replace(self._keeper.manifest, fields=namespace.fields)
 
     def watch_clears(self) -> None:
-        """Begin to watch for clears by an operator, after which the copies that only this process has are dropped."""
+        """Start a thread that drops this process's own copies of blocks after an operator has cleared the pool."""
         self._watch = ClearWatch(self)
 
     def close(self) -> None:

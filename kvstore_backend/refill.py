@@ -63,7 +63,7 @@ class Holder(Protocol):
         """
 
     def end_round(self, hashes: Sequence[bytes]) -> None:
-        """Restore the order in which the cache evicts blocks after a refill: the first of ``hashes`` stays longest."""
+        """After a refill, restore the order in which the cache evicts blocks: the first of ``hashes`` stays longest."""
 
     def withhold_blocks(self) -> None:
         """Never save the blocks again that are cached now, because an operator cleared the pool."""
@@ -94,7 +94,7 @@ class LossDetector:
         return False
 
     def start_anew(self) -> None:
-        """Compare later shares with that of the next look-up, not with earlier ones."""
+        """Compare the shares of later look-ups with the share of the next look-up, not with earlier shares."""
         self._share = None
 
 
@@ -106,7 +106,7 @@ class Refill:
         holder: the instance's own cache.
         on_blocks: called after each batch with the number of blocks of the batch that the pool has again.
         start_thread: called on the new thread before everything else.
-        digests: digests of all namespaces of the instance's blocks; if empty, that of the pool's namespace.
+        digests: digests of all namespaces of the instance's blocks; if empty, the digest of the pool's namespace.
         period: seconds between two look-ups.
     """
 
@@ -159,7 +159,7 @@ class Refill:
     def _may_put_again(self) -> bool:
         """Read the marks of cleared namespaces; return True if the pool was not cleared.
 
-        If the pool was cleared, the cached blocks are withheld, so that they are not saved again.
+        If the pool was cleared, the blocks that the instance has now are never saved again.
         """
         is_cleared = self._marks.look()
         if is_cleared:

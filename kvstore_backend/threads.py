@@ -98,7 +98,7 @@ class DaemonThreads:
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Function that waits for a thread to run it, and the future for its result."""
+    """Function that a thread will run, and the future that gets the function's result."""
 
     future: Future[Any]
     run: Callable[[], Any]
@@ -116,7 +116,7 @@ class _Work:
 
 @dataclass(eq=False)
 class _Runner:
-    """Main function of a thread, without a reference to the ``DaemonThreads`` object, so that this can be freed."""
+    """Main function of a thread. It does not reference the ``DaemonThreads`` object, so this object can be freed."""
 
     work: queue.SimpleQueue[_Work | None]
     idle: threading.Semaphore

@@ -7,8 +7,9 @@ thread, and saves on another thread. A transfer calls two functions of its owner
                 ──► on_release()      called once: the owner may use all blocks of the transfer again
 
 Usually ``on_release`` is called just before ``on_end`` (``outcome.is_released``). If a call to the pool is late, it may
-still write or read the blocks until it ends. Then ``on_release`` is called when the late call has ended. After a load,
-the blocks that did not arrive are cleared before that, because the late call may have written a part of their bytes.
+still write or read the blocks until it ends. Then ``on_release`` is called when the late call has ended. Before the
+``on_release`` of a load, the blocks that did not arrive are set to zero, because the late call may have written a part
+of their bytes.
 
 **Ownership.** The owner holds a reference on every block of a transfer from ``load`` or ``save`` until ``on_release``,
 so that no other sequence gets the block. This is the only rule that an engine must follow.
@@ -117,19 +118,19 @@ class Window(Protocol):
 
 
 class TransferMemory(Protocol):
-    """Interface of an engine's KV memory, between which and the pool blocks are moved."""
+    """Interface of an engine's KV memory. Blocks are moved between this memory and the pool."""
 
     def record_event(self) -> Event | None:
         """Return an event for the end of the work on blocks that this thread has begun; None if the work has ended."""
 
     def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Return a window into which the pool reads one or more leading blocks of ``blocks``.
+        """Return a window (memory for one call) into which the pool reads one or more leading blocks of ``blocks``.
 
         The memory of the blocks is written only after the event ``after``.
         """
 
     def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
-        """Return a window from which the pool writes one or more leading blocks of ``blocks``.
+        """Return a window (memory for one call) from which the pool writes one or more leading blocks of ``blocks``.
 
         The window gets the contents that the blocks have after the event ``after``. The contents are complete when the
         window's ``wait`` has returned.
@@ -170,7 +171,7 @@ class DirectMemory:
 
 @dataclass(eq=False)
 class _DirectWindow:
-    """A window without a buffer: the pool reads and writes the memory of the blocks directly."""
+    """Memory for one call to the pool, without a buffer: the pool reads and writes the memory of the blocks."""
 
     missing: Sequence[int]
     values: list[Value]
@@ -370,7 +371,7 @@ class Transfers:
     def _read_blocks(self, transfer: _Transfer, wanted: int, read: ReadBlocks) -> int:
         """Read the first ``wanted`` blocks; return the number of leading blocks that arrived.
 
-        While the contents of a window are copied to its blocks, the next window is already read.
+        While the contents of a window (memory for one call) are copied to its blocks, the next window is already read.
         """
         loaded = 0
         with contextlib.ExitStack() as copies:
@@ -395,7 +396,7 @@ class Transfers:
     ) -> int:
         """Write all blocks; return the number of blocks that the pool has now.
 
-        While a window is written, the contents of the next window are already copied to it.
+        While the pool writes one window (memory for one call), the contents of the next window are already copied.
         """
         begun = saved = 0
         with contextlib.ExitStack() as copies:
@@ -418,9 +419,9 @@ class Transfers:
         return saved
 
     def _open_outgoing(self, transfer: _Transfer, begin: int, copies: contextlib.ExitStack) -> Window | None:
-        """Return a window for the blocks of a save from index ``begin`` on; None if there are no more blocks.
+        """Return a window (memory for one put) for a save's blocks from index ``begin`` on; None if none are left.
 
-        At its end, ``copies`` waits for the copy that fills the window.
+        When the ``with`` block of ``copies`` ends, it waits for the copy that fills the window.
         """
         if begin >= len(transfer.blocks):
             return None
@@ -429,7 +430,7 @@ class Transfers:
         return window
 
     def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
-        """Make a window available again after a call to the pool used it; set it aside if the call may be late."""
+        """Make ``window``, the memory of a call, available again; set it aside if the call may be late."""
         if is_whole or self._pool.wait_for_late_calls(0):
             window.take_back()
         else:
@@ -437,7 +438,7 @@ class Transfers:
             transfer.is_released = not window.set_aside()
 
     def _await_late_calls(self, transfer: _Transfer, window: Window) -> None:
-        """On a new thread, wait until no late call is left; then make the window available, and release the blocks."""
+        """On a new thread, wait until no call is late; then make the call's memory available and release the blocks."""
 
         def take_back() -> None:
             try:

@@ -6,7 +6,7 @@ explains other shapes, but not the other way round.
 
 The hash of a block depends on all tokens before it, so all blocks from the first different token on are a miss. One
 token seldom explains the difference: for example, a time in the system prompt changes one digit. So the verdict shows
-the words around the token, and their kind, such as a timestamp.
+the words around the token, and what these words probably are, such as a timestamp.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REASONS = {
 """Reasons that a verdict may have, with a short description."""
 
 OTHER_TEXT = "other text"
-"""Kind of a difference between two texts that is none of the usual kinds, such as a date."""
+"""Kind of a difference between two texts for which no pattern matches. (A date, for example, has a pattern.)"""
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _PATTERNS = {
@@ -191,7 +191,7 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
 
 def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
-    """Return a text that says which of two configurations has which value."""
+    """Return a text that says which value of a field each of two configurations has."""
     return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
 
 
@@ -202,7 +202,7 @@ def _quote(value: object) -> str:
 def compare_prompts(
     first: Sequence[int], second: Sequence[int], decode: Callable[[Sequence[int]], str] | None = None
 ) -> Verdict:
-    """Explain why two prompts share no more blocks: find their first different token.
+    """Explain why two prompts do not share more blocks: find the first token that differs.
 
     Args:
         first: tokens of the earlier prompt.
@@ -237,7 +237,7 @@ def count_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def compare_texts(first: str, second: str) -> tuple[str, str, str]:
-    """Return the kind of the first difference between two texts, and the words at this place in each text."""
+    """Return what the first difference between two texts is, such as ``a date``, and each text's words there."""
     place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
     if place is None:  # different tokens may have the same text
         return "other tokens of the same text", "", ""
@@ -254,7 +254,7 @@ def compare_texts(first: str, second: str) -> tuple[str, str, str]:
 
 
 def _match_at(pattern: re.Pattern[str], text: str, place: int) -> str:
-    """Return the longest match of ``pattern`` that contains the index ``place``, or ends there; empty without one."""
+    """Return the longest match of ``pattern`` that contains the index ``place``, or ends there; "" without a match."""
     found = (match[0] for match in pattern.finditer(text) if match.start() <= place < match.end() + 1)
     return max(found, key=len, default="")
 

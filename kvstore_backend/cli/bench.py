@@ -126,7 +126,7 @@ class _Meter:
         self.rows: list[_Row] = []
 
     def register_memory(self, register: Callable[[int, int], None]) -> None:
-        """Register the memory with a store or a pool."""
+        """Register the memory with a store or a pool, by its method ``register``."""
         for memory in (self._source, self._target):
             register(memory.ctypes.data, memory.nbytes)
 

@@ -134,8 +134,8 @@ def _describe_version() -> str:
 def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
     """Hide what Mooncake's library writes to standard error in the ``with`` block; show the messages of ``kvstore``.
 
-    The library logs errors without a fault, for example for each metadata entry that does not exist. Nothing is hidden
-    with ``is_wanted``, or if ``MC_LOG_LEVEL`` is set.
+    The library logs errors even if nothing is wrong, for example for each metadata entry that does not exist. If
+    ``is_wanted`` is True or ``MC_LOG_LEVEL`` is set, this function hides nothing.
     """
     errors = sys.__stderr__
     if is_wanted or wants_native_log() or errors is None or sys.stderr is not errors:

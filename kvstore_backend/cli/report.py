@@ -38,17 +38,17 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
-    """Return a finding that reports no problem."""
+    """Return a finding that reports the result of a check without a problem."""
     return Finding("ok", subject, text)
 
 
 def warn(subject: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding that reports a problem with which the pool can still be used."""
+    """Return a finding that reports a problem, but the pool can be used."""
     return Finding("warn", subject, text, remedy)
 
 
 def fail(subject: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding that reports a problem because of which the pool cannot be used as configured."""
+    """Return a finding that reports why the pool cannot be used as configured."""
     return Finding("fail", subject, text, remedy)
 
 
@@ -104,6 +104,9 @@ def show_progress(title: str, total: float, file: IO[str] | None = None) -> Iter
         title: name of the work.
         total: total amount of work.
         file: output, or None for standard error.
+
+    Yields:
+        The function to which the ``with`` block reports its progress.
     """
     console = Console(file=file or sys.stderr, highlight=False)
     if not console.is_terminal:

@@ -218,7 +218,7 @@ def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) 
 
 
 def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
-    """Read the measurements of a pool's folder from its files, without opening it as a store, which would create it."""
+    """Read the measurements of a pool's folder from its files. Opening a store would create a missing folder."""
     blocks = FolderHoldings(settings).scan()
     names = Counter(map(_namespace_of, blocks))
     used = sum(block.nbytes for block in blocks.values())

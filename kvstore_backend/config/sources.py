@@ -61,7 +61,7 @@ class _Source(NamedTuple):
     values: Mapping[str, object]
     """Value of each setting that the source has, by the name of the setting."""
     place: Callable[[str], str]
-    """Returns the place at which the source has a setting's value, as text for messages, from the setting's name."""
+    """Function: name of a setting -> text for messages that says where the source has the setting's value."""
     is_file: bool = False
 
 
@@ -220,7 +220,7 @@ def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _overriding_source(file: _Source, environment: _Source) -> _Source:
-    """Return the environment's protocol as a source that overrides the file; empty if one of both has no protocol."""
+    """Return the environment's protocol as a source that overrides the file; empty if file or environment has none."""
     both = {"protocol"} & file.values.keys() & environment.values.keys()
     return _Source({name: environment.values[name] for name in both}, environment.place)
 

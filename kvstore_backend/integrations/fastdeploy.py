@@ -120,7 +120,7 @@ class FastDeployClient(PooledClient):
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
         """Return the pool, moved to the namespace of the model's current weights; None if these are not known.
 
-        The weights also count as not known if the keys name another version of them than the model's folder.
+        The weights also count as not known if ``keys`` contain another version of the weights than the model's folder.
         """
         pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None

@@ -124,7 +124,7 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(name: str) -> str:
-    """Return the only argument whose name begins with ``name``; ``name`` unchanged if none or several do."""
+    """Return the only argument with a name that begins with ``name``. If none or several do, return ``name``."""
     found = [name] if name in _ARGUMENTS else [each for each in _ARGUMENTS if each.startswith(name)]
     return found[0] if len(found) == 1 else name
 

@@ -22,7 +22,7 @@ IN_OTHER_FIELDS = {
     "tensor_parallel_size": "tp_size",
     "block_size": "block_size",
 }
-"""Arguments with values that another field of ``Namespace`` contains -> the name of the field."""
+"""Arguments of FastDeploy that another field of ``Namespace`` than ``model`` contains -> the name of this field."""
 
 _DECIDING = """
     model_config_name max_model_len task runner convert limit_mm_per_prompt mm_processor_kwargs enable_mm

@@ -292,7 +292,7 @@ class PooledClient:
     def _call_patiently(
         self, ask: Callable[..., list[Status]], hashes: Sequence[bytes], *values: Sequence[Value]
     ) -> list[Status]:
-        """Call ``ask`` with ``hashes`` and ``values``; repeat the call for failed blocks for ``patience`` seconds."""
+        """Call ``ask`` with ``hashes`` and ``values``; repeat it for failed blocks for up to ``patience`` seconds."""
         if not self._patience or not hashes:
             return ask(hashes, *values)
         columns, left = (hashes, *values), list(range(len(hashes)))
@@ -324,7 +324,7 @@ class PooledClient:
 
     @contextlib.contextmanager
     def _register_temporarily(self, spans: Sequence[Span]) -> Iterator[None]:
-        """Register the memory of a value that this object holds for the ``with`` block, because RDMA needs it."""
+        """For the ``with`` block, register memory of this object, because RDMA needs registered memory."""
         pool = self._pool
         if pool is None:
             yield

@@ -183,9 +183,9 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return the number of leading pages after which all kinds of state can resume, and the number for each kind.
+        """Return the number of leading pages after which a request can resume, and the number for each kind of page.
 
-        KV needs all leading pages. Another kind of state needs all pages, or only the last pages (its hit policy).
+        KV needs all leading pages. Other kinds, such as Mamba state, need all pages or only the last ones (hit policy).
         """
         leading = self.batch_exists(keys)
         hits: dict[str, int] = {PoolName.KV: leading} if leading else {}
@@ -206,11 +206,11 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read the pages of each kind of state; return for each page whether it and all pages before it were read."""
+        """Read pages of each kind (KV, Mamba state, ...). A page counts as read only if all earlier pages were read."""
         return {each.name: self._move_pages(self._load_pages, each) for each in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Store the missing pages of each kind of state; return for each page whether the pool has it afterwards."""
+        """Store missing pages of each kind (KV, Mamba state, ...); return for each page whether the pool has it now."""
         return {each.name: self._move_pages(self._save_pages, each) for each in transfers}
 
     # SGLang's interface without "interface_v1": pages of KV, as flat tensors.
@@ -260,7 +260,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return answers
 
     def _find_pages(self, name: str, keys: Sequence[str]) -> list[bool]:
-        """Return for each page whether the pool has it; False for all if SGLang has registered no host memory for them.
+        """Return for each page whether the pool has it; False for all if SGLang registered no host memory for ``name``.
 
         Args:
             name: the kind of state in the pages: ``kv``, or another one such as the state of Mamba layers.
@@ -282,7 +282,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return [bool(status) for status in self._pool_of(name).save(self._hash_keys(name, keys), sources)]
 
     def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
-        """Return the spans of each page in host memory; None, a miss, if SGLang does not report them."""
+        """Return the spans of each page in host memory; None, which is a miss, if SGLang does not report the spans."""
         if not keys:
             return []
         try:
@@ -305,7 +305,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
 
     @contextlib.contextmanager
     def _register_temporarily(self, values: Sequence[Value]) -> Iterator[None]:
-        """Register tensors outside of the registered host memory for the ``with`` block, because RDMA needs it."""
+        """Register tensors outside of the registered host memory for the ``with`` block, because RDMA needs this."""
         pool = self._pool_of("kv")
         spans = [span for span in dict.fromkeys(span for value in values for span in value) if not self._holds(span)]
         for span in spans:
@@ -321,7 +321,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return any(region.address <= span.address and end <= region.address + region.nbytes for region in self._regions)
 
     def _pool_of(self, name: str) -> BlockPool:
-        """Return the pool for a kind of state, and open it if necessary.
+        """Return the pool for the pages of the kind ``name`` (KV or, for example, Mamba state); open it if necessary.
 
         Ranks with the same KV (MLA) share one namespace, except for the state of Mamba, which differs on each rank.
         """
@@ -458,7 +458,7 @@ def _check_host(host: Any, kv_dtype: str) -> None:
 
 
 def _describe_state(host: Any) -> str:
-    """Return the attributes of a kind of state's host memory that describe its pages, as JSON."""
+    """Return as JSON the attributes of SGLang's object ``host`` (host memory) that describe its pages."""
     known = {name: getattr(host, name, None) for name in _STATE_ATTRIBUTES}
     return json.dumps({name: str(value) for name, value in known.items() if value is not None})
 

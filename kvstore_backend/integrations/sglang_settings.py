@@ -24,7 +24,7 @@ IN_OTHER_FIELDS = {
     "page_size": "block_size",
     "hicache_mem_layout": "layout",
 }
-"""Settings with values that another field of ``Namespace`` contains -> the name of the field."""
+"""Settings of SGLang that another field of ``Namespace`` than ``model`` contains -> the name of this field."""
 
 _DECIDING = """
     device encoder_only language_only language_model_only encoder_urls enable_tf32_matmul

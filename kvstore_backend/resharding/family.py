@@ -53,7 +53,7 @@ class ShardingFamily:
     peers: tuple[Namespace, ...]
 
     def of_tenant(self, tenant: str) -> ShardingFamily:
-        """Return the family with all namespaces changed to those of ``tenant``."""
+        """Return this family with ``tenant`` in all its namespaces."""
         peers = tuple(replace(sharding, tenant=tenant) for sharding in self.peers)
         return replace(self, own=replace(self.own, tenant=tenant), peers=peers)
 

@@ -62,7 +62,7 @@ class AlignedSpan:
         return range(blocks.start // self.num_blocks, -(-blocks.stop // self.num_blocks))
 
     def keys(self, number: int, names: Sequence[bytes]) -> list[str]:
-        """Return the keys in the pool of a span's pieces: for each block of the other sharding, the key of each rank.
+        """Return the keys of the stored blocks in a span of tokens: the key of each rank, for each block.
 
         Args:
             number: index of the span.
@@ -77,7 +77,7 @@ class AlignedSpan:
         return [rank.key(names[block]) for block in stored for rank in self.ranks]
 
     def extents(self, number: int, family: ShardingFamily) -> list[Extent]:
-        """Return which heads and tokens each piece of a span contains, in the order of ``keys``.
+        """Return the heads and tokens of each stored block in a span of tokens, in the order of ``keys``.
 
         Args:
             number: index of the span.
@@ -140,7 +140,10 @@ class Gatherer:
     def _read_spans(
         self, aligned: AlignedSpan, spans: range, names: Sequence[bytes], blocks: range, targets: Sequence[Value]
     ) -> int:
-        """Read ``spans`` in one call, and copy their pieces to the targets; return how many leading spans arrived."""
+        """Read the stored blocks of ``spans`` in one call, and copy parts of them to the targets.
+
+        Returns the number of leading spans of which all stored blocks arrived.
+        """
         keys = [aligned.keys(number, names) for number in spans]
         if not all(keys):
             keys = keys[: keys.index([])]
@@ -165,7 +168,7 @@ class Gatherer:
     def _copy_span(
         self, aligned: AlignedSpan, number: int, pieces: Bytes, blocks: range, targets: Sequence[Value]
     ) -> None:
-        """Copy the parts of a span's pieces that belong to ``blocks`` to the targets of these blocks."""
+        """Copy from a span's stored blocks (``pieces``) the parts that belong to ``blocks`` to the blocks' targets."""
         family, size = self._family, self._family.own.block_size
         extents, shape = aligned.extents(number, family), family.shape_of(aligned.sharding)
         first = number * aligned.num_blocks
@@ -220,7 +223,7 @@ class _Buffers:
 
 
 def _slot_bytes(nbytes: int) -> int:
-    """Return the bytes for a piece with headroom, rounded up so that the next piece has the same alignment."""
+    """Return the size of a stored block with headroom, rounded up so that the next block is aligned, too."""
     return HEADROOM_BYTES + -(-nbytes // HEADROOM_BYTES) * HEADROOM_BYTES
 
 

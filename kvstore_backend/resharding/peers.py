@@ -159,7 +159,7 @@ class _PeerLookup:
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """Return the run of blocks in the own and the other sharding, from the pool's answers for ``list_keys``."""
+        """Return which leading blocks the two shardings have together, from the pool's answers for ``list_keys``."""
         has_span = [bool(keys) and all(list(islice(answers, len(keys)))) for keys in self._keys]
 
         def is_there(block: int) -> bool:
@@ -176,7 +176,7 @@ class _PeerLookup:
 
 
 def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
-    """Split the ``wanted`` blocks of a run into ranges by sharding; yield whether it is the other one, and a range."""
+    """Split the ``wanted`` blocks of ``run`` by sharding; yield ranges, each with True for the other sharding."""
     begin = wanted.start
     for each in run.gathered:
         start, stop = max(each.start, begin), min(each.stop, wanted.stop)

@@ -37,7 +37,7 @@ class Device(Protocol):
     """Interface of a device with memory and streams, which can copy from and to host memory."""
 
     def record_event(self) -> Event | None:
-        """Return an event for the end of all device work that this thread has queued, or None if it has ended."""
+        """Return an event for the end of all device work that this thread has queued; None if all has ended."""
 
     def open_stream(self) -> Stream:
         """Return a new stream of the device, for copies."""

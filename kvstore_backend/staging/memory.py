@@ -37,7 +37,7 @@ class StagedMemory:
         registry: object with which all buffers are registered: the pool.
         codec: converts blocks to another form for the pool, or None to store them in the form of KV memory.
         device: the device of the KV memory. If it is None, it is CUDA for CUDA tensors, and otherwise the stand-in.
-        buffer_bytes: size of a buffer with headroom. A buffer has space for at least one block, and at most for all.
+        buffer_bytes: size of a buffer with headroom. A buffer has space for at least one block and at most all blocks.
         incoming_bytes: total size of the ring for loads; at least two buffers are allocated.
     """
 
@@ -131,11 +131,11 @@ class _Lane:
         self.ring = Ring(device, registry, self.capacity, nbytes, depth)
 
     def fetch(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
-        """Begin to copy ``blocks`` from KV memory to the beginning of the buffer."""
+        """Copy ``blocks`` from KV memory to the buffer, after the event ``after``; return the event of the end."""
         return self._copy(buffer, blocks, after, [self._gather, self._copy_to_host])
 
     def deliver(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
-        """Begin to copy the first blocks in the buffer to ``blocks`` in KV memory."""
+        """Copy the buffer to ``blocks`` in KV memory, after the event ``after``; return the event of the end."""
         return self._copy(buffer, blocks, after, [self._copy_to_device, self._scatter])
 
     def _copy(
@@ -178,7 +178,7 @@ class _Lane:
 
 
 class _StagedWindow:
-    """Window with a host buffer for as many leading blocks of ``blocks`` as the buffer has space for."""
+    """Memory for one call to the pool: a host buffer with as many leading blocks of ``blocks`` as fit into it."""
 
     def __init__(self, lane: _Lane, blocks: Sequence[int], after: Event | None) -> None:
         self._lane = lane

@@ -86,7 +86,7 @@ class Ring:
         self._free = deque(buffers)
 
     def take(self) -> Buffer:
-        """Return the buffer that was given back first, after its last copy has ended; the caller then uses it alone."""
+        """Return the buffer that has been free longest, after its last copy has ended. Only the caller uses it then."""
         with self._lock:
             buffer = self._free.popleft() if self._free else None
         if buffer is None:
@@ -95,7 +95,7 @@ class Ring:
             try:
                 buffer.copied.synchronize()
             except Exception as exc:  # the owner of the copy receives the error
-                logger.debug("The last copy of a buffer failed: %s", exc)
+                logger.debug("The last copy from or to a host buffer failed: %s", exc)
             except BaseException:
                 self.give_back(buffer)
                 raise
@@ -126,7 +126,7 @@ class Ring:
         return buffer
 
     def _make(self, count: int, *, is_spare: bool) -> list[Buffer]:
-        """Allocate ``count`` buffers, one after another, in one piece of memory."""
+        """Allocate ``count`` buffers, one after another, in one piece of memory; ``is_spare`` as in ``Buffer``."""
         size = self._capacity * (HEADROOM_BYTES + self._nbytes)
         memory = self._device.allocate_host(count * size).split(size)
         numbers = self._device.allocate_host(count * self._capacity * 8).view(torch.int64).split(self._capacity)

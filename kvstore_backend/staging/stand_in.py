@@ -19,7 +19,8 @@ __all__ = ["StandInDevice"]
 
 
 class StandInDevice:
-    """Host in place of a device. An engine on the host works on KV memory only inside its own calls.
+    """Device for KV in host memory: threads replace the device's streams. Its events are not needed for an engine on
+    the host, because the engine's work on KV memory has ended when a call of the engine returns.
 
     Args:
         start_thread: called on the thread of each new stream before everything else.

@@ -97,7 +97,7 @@ class _Layout:
 
     @property
     def numbers(self) -> list[int]:
-        """Offsets, strides and sizes in bytes, of which the width of the copied integers must be a divisor."""
+        """Offsets, strides and sizes in bytes. The width of the copied integers must divide each of these numbers."""
         return [self.offset, self.blocks[1], self.run, self.nbytes, *(stride for _, stride in self.axes)]
 
     def view_as(self, unit: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _describe(tensor: torch.Tensor, num_blocks: int) -> _Layout:
 
 
 def _merge(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge an axis with the next one if its stride is the whole extent of the next one."""
+    """Merge each axis with the next axis if the stride of the first equals the size of the next axis in bytes."""
     merged: list[tuple[int, int]] = []
     for size, stride in axes:
         if merged and merged[-1][1] == size * stride:

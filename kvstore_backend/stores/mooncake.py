@@ -317,7 +317,7 @@ def _prefer_memory_of(native: Any) -> Any:
 
 
 def _pin_for(seconds: float) -> Any:
-    """Return the configuration of writes that pin values for ``seconds``, or remove their pins if that is 0."""
+    """Return the configuration of writes that pin values for ``seconds``, or remove the pins if ``seconds`` is 0."""
     from mooncake.store import ReplicateConfig, SoftPinAction
 
     config = ReplicateConfig()

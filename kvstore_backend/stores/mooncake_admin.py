@@ -29,7 +29,7 @@ _VIEW_PREFIX = "mooncake-store/"
 
 @dataclass(frozen=True)
 class TenantAccount:
-    """Memory of the pool that one tenant may use, and that the tenant uses.
+    """Memory of the pool for one tenant: its limit, its use, its evictions and its refused writes.
 
     Attributes:
         name: name of the tenant, as its clients configure it.

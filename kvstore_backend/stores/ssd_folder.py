@@ -31,14 +31,14 @@ _FORGOTTEN_SECONDS = 12.0
 
 
 class SsdFolder:
-    """Use of an SSD folder by this process, which a locked file in the folder (the mark) shows to other processes.
+    """Shows other processes that this process uses an SSD folder, by a locked file in the folder (the mark).
 
     Several processes may use one folder. In a folder that is not writable there is no mark; Mooncake refuses such a
     folder.
     """
 
     def __init__(self, path: str) -> None:
-        """Create the mark, and wait until the master has forgotten the blocks of processes that used the folder before.
+        """Create this process's mark; wait until the master has forgotten the blocks of the folder's former processes.
 
         Args:
             path: the folder; empty for Mooncake's default folder.
@@ -59,7 +59,7 @@ class SsdFolder:
                 time.sleep(seconds)
 
     def leave(self) -> None:
-        """Record in the mark that this process leaves the pool now."""
+        """Write to this process's mark in the folder that the process leaves the pool now."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(f"{_LEFT} {_boot_id()} {time.monotonic()}".encode())
@@ -67,7 +67,7 @@ class SsdFolder:
             self._mark = None
 
     def remove_mark(self) -> None:
-        """Remove the mark, because this process could not join the pool."""
+        """Remove this process's mark from the folder, because the process could not join the pool."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._name)
@@ -88,7 +88,7 @@ def _remove_dead_marks(folder: Path) -> float:
 
 
 def _seconds_since(mark: str) -> float:
-    """Return the seconds since the process with a mark left; 0 if it crashed or the machine was restarted.
+    """Return the seconds since the process of ``mark`` left the pool; 0 if it crashed or the machine was restarted.
 
     The monotonic clock is the same in all processes until the machine is restarted, and nobody can set it.
     """

@@ -68,7 +68,7 @@ class CheckedBackend(Wrapper):
 
     Other clients may read a block while it is removed. A reader with checksums detects the removal, so a block with a
     checksum is removed even during reads. A reader without checksums might accept the bytes of another block. So a
-    block without a checksum is removed only while no client reads it, and its reader looks after each read whether the
+    block without a checksum is removed only while no client reads it, and its reader checks after each read whether the
     block is still present.
 
     Args:
@@ -154,8 +154,9 @@ class CheckedBackend(Wrapper):
     def _confirm_presence(self, keys: Sequence[str], statuses: list[Status]) -> None:
         """Set the status of blocks that were read, but that the pool has no longer, to ``ABSENT``.
 
-        A client that removed a block during the read freed its memory for other blocks. The read may then have the
-        right header with the bytes of another block, and without checksums only a look-up detects this.
+        If a client removes a block during the read, the pool may use the block's memory for another block. Then the
+        read may bring the right header with the bytes of the other block. Without checksums only a look-up detects
+        this.
         """
         read = [i for i, status in enumerate(statuses) if status is Status.OK]
         if read:
@@ -331,6 +332,6 @@ def _build_identity(key: str) -> bytes:
 
 
 def _find_wrong_field(header: bytes, wanted: bytes) -> str:
-    """Return the name of the first field in which two headers differ, and of the checksum only without another."""
+    """Return the name of the first field in which two headers differ; the checksum's only if no other field differs."""
     pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
     return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

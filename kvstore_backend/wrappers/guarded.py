@@ -84,7 +84,7 @@ class Deadlines:
       ``bytes_per_second`` bytes.
     - register, unregister: ``register_seconds``, plus one second for each ``register_bytes_per_second`` bytes. RDMA
       must find the pages of the memory one by one.
-    - clear: ``clear_seconds``. It reads all keys; a folder with 200,000 values takes 3 s.
+    - clear: ``clear_seconds``. A clear reads all keys; in a folder with 200,000 values this takes 3 s.
     - probes: ``lookup_seconds``.
 
     On a machine with a load of 7 per core, a Mooncake master looked up 80,000 keys in 1.2 s (67,000 per second).
@@ -175,7 +175,7 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class _Region:
-    """One registration of memory by a caller. Each is a new object, because the memory's pages may be new."""
+    """One registration of memory by a caller. Each registration is a new object, because the pages may be new."""
 
     nbytes: int
     headroom: bool
@@ -267,13 +267,13 @@ class GuardedBackend(StorageBackend):
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Register memory with the store: wait for that until a deadline, or not at all while the breaker is open."""
+        """Register memory with the store: wait until a deadline, or return immediately while the breaker is open."""
         with self._changed:
             self._wanted[address] = _Region(nbytes, headroom)
         self._update_registration(address, nbytes)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Unregister memory like ``register``: wait until a deadline, or not at all while the breaker is open."""
+        """Unregister memory: wait until a deadline, or return immediately while the breaker is open."""
         with self._changed:
             self._wanted.pop(address, None)
         self._update_registration(address, nbytes)
@@ -502,7 +502,7 @@ class GuardedBackend(StorageBackend):
     def _update_registration(self, address: int, nbytes: int) -> None:
         """Register or unregister the memory at ``address`` with the store, as callers requested.
 
-        If that fails, the breaker opens, and the keeper tries it again.
+        If the store does not do this, the breaker opens, and the keeper thread repeats the call.
         """
         seconds = self.deadlines.seconds_to_register(nbytes)
         what = f"registering {nbytes} bytes"
@@ -539,7 +539,7 @@ class GuardedBackend(StorageBackend):
                 self._changed.notify_all()
 
     def _list_outdated(self) -> list[int]:
-        """Return the addresses at which the store does not know what callers registered. The caller holds the lock."""
+        """Return the addresses where the store's registration differs from the callers'. The caller holds the lock."""
         addresses = {**self._wanted, **self._known}  # a dictionary, because its order does not depend on the addresses
         return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 

@@ -83,7 +83,7 @@ class TieredBackend(StorageBackend):
         return self._large.get_for_all(keys, targets)
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Remove the copies in the fast tier, and the queued writes to the large tier."""
+        """Remove the keys that begin with ``prefix`` from the fast tier and from the queue for the large tier."""
         is_dropped = self._large.drop_own_copies(prefix)
         return self._fast.clear(prefix) is Status.OK and is_dropped
 

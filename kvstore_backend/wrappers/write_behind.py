@@ -277,7 +277,7 @@ class WriteBehindBackend(Wrapper):
                 pause *= 2
 
     def _next_batch(self) -> dict[str, _Block]:
-        """Wait for queued blocks; mark the oldest as being sent, and return them, or none if the sender must end."""
+        """Wait for queued blocks; mark the oldest ones as being sent and return them; {} if the sender must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._blocks or self._is_closed)
             batch: dict[str, _Block] = {}

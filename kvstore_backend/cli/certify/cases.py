@@ -231,7 +231,7 @@ class Trial:
 
 
 class _Fault:
-    """Thread that begins and ends a fault: it calls ``begin`` when a part of the answers is there, and ``end`` later.
+    """Thread that calls ``begin`` when a fraction of the answers has arrived, and ``end`` some answers later.
 
     Args:
         total: total number of answers.
@@ -259,7 +259,7 @@ class _Fault:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Make the remaining calls of ``begin`` and ``end`` without further answers, and wait until they have ended."""
+        """Make the remaining calls of ``begin`` and ``end`` without further answers; wait until they have ended."""
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()

@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "run"]
 
 _NUM_PROMPTS, _NUM_QUICK_PROMPTS = 20, 12
 _NUM_SENT, _NUM_QUICK_SENT = 60, 12
-"""Number of prompts that the victim sends with ``--isolation``; the second one is with ``--quick``."""
+"""Number of prompts that the victim sends with ``--isolation``: without ``--quick``, and with ``--quick``."""
 _MAX_PORTS = 16
 _PART_SECONDS = 120.0
 

@@ -129,7 +129,7 @@ class Instance:
     def count_hits(self, answers: Sequence[Answer]) -> float:
         """Return the number of prompt tokens that came from a cache.
 
-        With a metric for hits, the number is of all prompts since the server's start; without, of ``answers`` only.
+        With a metric for hits, all prompts since the server's start are counted; without it, only those of ``answers``.
         """
         if not self._hits_metric:
             return sum(answer.cached_tokens for answer in answers)

@@ -1,9 +1,10 @@
-"""``--isolation``: whether a tenant can tell, from times to first token, which prompts another tenant has sent.
+"""``--isolation``: whether a tenant learns from times to first token which prompts another tenant has sent.
 
 Both tenants send their requests through the recipe's router, each with its own API key. The victim sends half of the
 prompts. The attacker then sends all of them in random order, each once, and guesses that a prompt was sent before if
-its first token comes soon. The area under the ROC curve says how good that guess is: it is the probability that a
-prompt of the victim has its first token sooner than another prompt. 1 is certainty, .5 is chance.
+its first token comes soon. The area under the ROC curve shows how good that guess is: it is the probability that a
+prompt of the victim has its first token sooner than another prompt. With 1, all guesses can be right; with 0.5, they
+are random.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Isolation:
 
 
 def compute_auc(sooner: Sequence[float], later: Sequence[float]) -> float:
-    """Return the probability that a value of ``sooner`` is less than one of ``later``; equal values count half."""
+    """Return the probability that a value of ``sooner`` is less than a value of ``later``; equal values count half."""
     wins = sum((first < second) + (first == second) / 2 for first in sooner for second in later)
     return wins / (len(sooner) * len(later))
 

@@ -30,7 +30,7 @@ _NAME = re.compile(r"\$\{(\w+)\}")
 
 @dataclass(frozen=True)
 class PartSettings:
-    """Program of the pool, such as its master. The program is ready when it listens on ``port``.
+    """One program of the pool, such as Mooncake's master. The program is ready when it listens on ``port``.
 
     If ``command`` is empty, the recipe does not have this part.
     """
@@ -51,7 +51,7 @@ class InstanceSettings:
         environment: environment variables of the server.
         ready: path that the server answers with status 200 when it is ready.
         model: name of the model in requests.
-        hits: metric with the number of tokens from the pool; if empty, ``cached_tokens`` in the responses count.
+        hits: metric with the number of tokens from the pool; if empty, ``cached_tokens`` in the responses are counted.
         salts: whether requests may have a ``cache_salt``.
         start_seconds: longest time until the server is ready.
     """

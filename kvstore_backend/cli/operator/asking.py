@@ -80,7 +80,7 @@ def read_instance(address: str) -> Manifest:
 
 
 def read_cache(address: str) -> CacheState:
-    """Read the state of an instance's own cache. Instances of other engines do not report theirs.
+    """Read the state of an instance's own cache. Instances of other engines do not report this state.
 
     Raises:
         ConfigError: ``address`` is not an address.

@@ -65,7 +65,7 @@ class Scope:
     manifest: Manifest | None = None
 
     def name_keys(self, holdings: Holdings) -> list[str]:
-        """Return the keys of the prefix's blocks, some of which the pool may lack; or all keys of the namespace.
+        """Return all keys of the namespace, or the keys of the prefix's blocks, some of which the pool may lack.
 
         Raises:
             PoolUnavailable: the pool cannot list its keys.

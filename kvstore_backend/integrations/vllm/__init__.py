@@ -14,7 +14,7 @@ clock.py      measures the duration of steps, on the host and on a GPU
 cached.py     vLLM's cached blocks that were saved to the pool: saves them again if the pool has lost them
 fields.py     lists vLLM's settings that are part of the namespace, and the reasons why others are not
 support.py    checks which models and settings of vLLM the connector supports, and reads the groups of layers
-namespace.py  the namespace of a worker's blocks, the shardings that it can read, and the facts of its instance
+namespace.py  the namespace of a worker's blocks, the shardings that it can read, and facts for the manifest
 settings.py   collects the settings of one instance for the namespace
 adapters.py   checks which files of a LoRA adapter vLLM has loaded
 counts.py     counters of one half, by name

@@ -72,7 +72,7 @@ class LoadedAdapters:
         manager._load_adapter = watched
 
     def is_unchanged(self, adapter: Adapter) -> bool:
-        """Return whether an adapter's files are still those that vLLM has read; exclude the adapter if they are not."""
+        """Return whether vLLM has read an adapter's present files; if not, its requests never use the pool again."""
         with self._lock:
             marks = self._marks.get(adapter)
         if marks is not None and _read_marks(adapter[1]) == marks:
@@ -81,7 +81,7 @@ class LoadedAdapters:
         return False
 
     def take_digests(self) -> dict[Adapter, bytes | None]:
-        """Return the digests of adapters' files since the last call, by adapter; None for an excluded adapter."""
+        """Return the digests that are new since the last call, by adapter; None if an adapter's files have changed."""
         with self._lock:
             digests, self._new_digests = self._new_digests, {}
         return digests
@@ -144,7 +144,7 @@ class KnownAdapters:
         self._excluded: set[Adapter] = set()
 
     def add_digests(self, reported: Mapping[Adapter, Iterable[bytes | None]]) -> None:
-        """Record the digests that ranks report for each adapter; None from a rank that has excluded the adapter."""
+        """Record the digests that ranks report for each adapter; None if the adapter's files changed on a rank."""
         for adapter, digests in reported.items():
             self._digests.setdefault(adapter, []).extend(digests)
 
@@ -165,7 +165,7 @@ class KnownAdapters:
 
 
 def _read_marks(path: str) -> _Marks | None:
-    """Return name and ``_STAT_FIELDS`` of each file in a folder, which show a change; None for a missing folder."""
+    """Return name and ``_STAT_FIELDS`` of each file in a folder: they show a change. Return None without a folder."""
     try:
         files = [(file.name, file.stat()) for file in sorted(Path(path).expanduser().iterdir()) if file.is_file()]
     except OSError:

@@ -37,8 +37,8 @@ class CachedBlocks:
         post: calls a function on the scheduler's thread, in its next step.
         save: begins to save blocks with their names, and calls its last argument when the save has ended. Called on
             the scheduler's thread.
-        touch_in_order: makes vLLM reuse blocks later than all other blocks, the last of them last. Called on the
-            scheduler's thread.
+        touch_in_order: makes vLLM reuse the memory of the given blocks after that of all other blocks, in the given
+            order. Called on the scheduler's thread.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class CachedBlocks:
         return None
 
     def end_round(self, names: Sequence[bytes]) -> None:
-        """Restore the order in which vLLM reuses the memory of the blocks, which saving them has changed."""
+        """Restore the order in which vLLM reuses the memory of the blocks; saving the blocks has changed it."""
 
         def put_in_order() -> None:
             places = [self._find(name) for name in reversed(names)]

@@ -33,7 +33,7 @@ class HostClock:
             self._steps.append((num_tokens, time.monotonic() - self._begun))
 
     def take_steps(self) -> list[tuple[int, float]]:
-        """Return the tokens and the seconds of each measured step that ended since the last call."""
+        """Return the number of tokens and the seconds of each measured step that ended since the last call."""
         taken, self._steps = self._steps, []
         return taken
 

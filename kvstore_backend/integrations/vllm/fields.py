@@ -256,11 +256,11 @@ _NOISE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 
 
 def classify(kind: str, name: str) -> str:
-    """Return what the table says of a field: ``"counted"``, ``"nested"``, a reason to leave it out, or ``""``.
+    """Return the entry of a field in ``FIELDS``: ``"counted"``, ``"nested"``, a reason to leave it out, or ``""``.
 
     Args:
         kind: name of the class that has the field.
-        name: name of the field. The result is ``""`` for a field that is not in the table.
+        name: name of the field. The result is ``""`` for a field that is not in ``FIELDS``.
     """
     fields = FIELDS.get(kind, Kind())
     for verdict, names in (("counted", fields.counted), ("nested", fields.nested), *fields.left_out.items()):

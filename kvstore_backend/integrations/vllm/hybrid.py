@@ -208,7 +208,7 @@ class _Namer:
         ]
 
     def count_units(self, num_hashes: int) -> int:
-        """Return the number of complete units for which a request with ``num_hashes`` hashes has names."""
+        """Return how many complete units (least common multiples of the block sizes) ``num_hashes`` hashes cover."""
         return num_hashes * self._hash_size // self._unit
 
     def name(self, hashes: Sequence[bytes], number: int, place: int, adapter: bytes, epoch: bytes) -> bytes:
@@ -220,7 +220,7 @@ class _Namer:
 
 @dataclass(frozen=True)
 class _Wanted(Sequence[bytes]):
-    """Units ``first`` to ``end`` of a request, as the blocks that a look-up wants in all groups.
+    """Blocks that a look-up wants in all groups, for the units ``first`` to ``end`` of a request (module docstring).
 
     As a sequence, this object has only a length, the number of units. An index raises ``TypeError``, because the name
     of a block also depends on its group (``name``).

@@ -1,4 +1,4 @@
-"""Messages between the two halves of the vLLM connector, once per step. This module imports nothing from vLLM.
+"""Messages between the connector's scheduler half and its worker halves, once per step. Imports nothing from vLLM.
 
 Rule for the ownership of blocks: the scheduler *pins* the blocks of a transfer, that is, it increases vLLM's reference
 counts of the blocks. It pins them in the step that plans the transfer, and unpins them when every rank has reported the
@@ -52,7 +52,7 @@ class Plan:
         loads: loads that the worker begins in this step.
         saves: saves that the worker begins after the step's forward pass.
         awaited: numbers of saves, begun in this step or earlier, that must end before the step's tokens are returned.
-        num_tokens: number of tokens computed in this step if it computes parts of prompts; otherwise 0.
+        num_tokens: number of tokens that this step computes, if some of them are tokens of prompts; otherwise 0.
     """
 
     loads: Sequence[Transfer] = ()
@@ -70,8 +70,8 @@ class Report:
         short: ids of requests that loaded fewer blocks than planned.
         loads: for each load, the number of blocks that it brought, and its seconds.
         steps: for each step with parts of prompts, its tokens and its seconds.
-        adapters: LoRA adapter -> digests of its files, from each rank that has read them, or None if they have changed.
-        saved: id of each save with which the pool has all of the save's blocks -> number of ranks that report it.
+        adapters: LoRA adapter -> digests of its files, one from each rank that has read them; None: they have changed.
+        saved: id of each save after which the pool has all blocks of the save -> number of ranks that report this.
     """
 
     ended: Counter[int] = field(default_factory=Counter)

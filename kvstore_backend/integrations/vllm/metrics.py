@@ -1,4 +1,4 @@
-"""The connector's counts in vLLM's log and in its metrics. vLLM asks ``KVStoreConnector`` for both classes."""
+"""The connector's counts in vLLM's log and in its metrics. vLLM gets the two classes from ``KVStoreConnector``."""
 
 from __future__ import annotations
 

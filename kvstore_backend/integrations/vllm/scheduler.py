@@ -123,7 +123,7 @@ class _Lookup:
     """Look-up of a request's blocks in the pool, which may be repeated.
 
     Attributes:
-        first: place of the first block in the prompt.
+        first: index of the first block in the prompt.
         names: names of the blocks from ``first`` on.
         answer: future with the result of the last look-up.
         begun_at: time when the last look-up began.
@@ -568,7 +568,7 @@ class SchedulerHalf:
         return _Found(run.count if run else count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Look up the blocks after the first ``count`` in other shardings; return the run, or None without any."""
+        """Look up the blocks after the first ``count`` in other shardings, too; None if these have no further block."""
         if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None
         by_rank = [pool.exists(wanted[count:]) for pool in self._pools]

@@ -89,7 +89,7 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
 
 
 def _describe_generation(model: Any) -> dict[str, object]:
-    """Return the generation settings that attention reads. ``hf_config`` may lack them, for example with Llama 4."""
+    """Return the members of generation_config that attention reads; ``hf_config`` may lack these, as with Llama 4."""
     generation = {**model.try_get_generation_config(), **model.override_generation_config}
     counted = {name: value for name, value in generation.items() if name.startswith("attn_")}
     kinds = [

@@ -37,7 +37,7 @@ class Loaded:
 
     Attributes:
         requests: ids of all requests with loads that ended.
-        blocks: ids of the blocks that did not arrive, of requests that can use the leading blocks that did.
+        blocks: ids of the blocks that did not arrive, for requests that can use the leading blocks that arrived.
         failed: ids of requests that must restart in other blocks, because a late call may still write to their blocks,
             or because the leading blocks are not useful alone (a model with several groups).
     """

@@ -85,7 +85,7 @@ class Accounts(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """File of a value that is being written, open and of the value's size."""
+    """Open file for a value that is being written. The file has already the size of the value."""
 
     path: str
     file: int
@@ -109,7 +109,7 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, size: int | None) -> None:
-        """Open ``folder``, or create it if it is missing, and remove the drafts of killed writers.
+        """Open ``folder``, or create it if it is missing, and remove the unfinished files of killed processes.
 
         Raises ``PermissionError`` for a folder that ``find_refusal`` refuses. Values from before the machine's last
         start are removed: files are not synced to the disk, so after a crash of the machine a file may have its full
@@ -162,7 +162,7 @@ class Ledger:
             return _read_accounts(ledger)
 
     def reserve_draft(self, nbytes: int) -> Draft:
-        """Create a draft for a value of ``nbytes`` bytes; evict other values if necessary.
+        """Create a draft, the file to which a value of ``nbytes`` bytes is written; evict other values if necessary.
 
         The caller closes the draft's file.
 
@@ -194,7 +194,7 @@ class Ledger:
         return Draft(path, file, nbytes)
 
     def publish_draft(self, draft: Draft, block: str) -> None:
-        """Move a complete draft to the path ``block``; remove the draft if another writer has stored the value there.
+        """Move a complete draft to the path ``block``; remove the draft if another writer has stored the value.
 
         Raises:
             FolderRemoved: a part of the folder was removed.
@@ -212,7 +212,7 @@ class Ledger:
                 raise FolderRemoved(errno.EIO, "its blocks were removed") from None
 
     def discard_draft(self, draft: Draft) -> None:
-        """Remove a draft that will not be published, and free its space."""
+        """Remove a draft (unfinished file of a value) that will not be published, and free its space."""
         with self._lock_ledger() as ledger:
             _remove_files(ledger, draft)
 
@@ -277,7 +277,7 @@ class Ledger:
         return size
 
     def _evict_blocks(self, ledger: int, nbytes: int) -> None:
-        """Remove the least recently used values until ``nbytes`` more bytes fit, and some more values."""
+        """Remove the least recently used values until ``nbytes`` more bytes fit, and some more for later calls."""
         self._remove_dead_writers(ledger)
         folders = list_folders(self.blocks)
         random.shuffle(folders)
@@ -298,13 +298,13 @@ class Ledger:
                 return
 
     def _remove_dead_writers(self, ledger: int) -> None:
-        """Remove the folders and drafts of processes that were killed."""
+        """Remove the folders of processes that were killed, with their drafts (unfinished files of values)."""
         for writer in list_folders(self._writers):
             if _WRITER.fullmatch(writer.name) and _is_writer_dead(writer.path):
                 _remove_writer(ledger, writer)
 
     def _recount_blocks(self, ledger: int) -> None:
-        """Count the stored values and the drafts, and record their number and total size in the ledger."""
+        """Count all values, stored and unfinished, and write their number and total size to the ledger."""
         sizes = [block.nbytes for block in scan_blocks(self.blocks)]
         sizes += [entry.stat().st_size for writer in list_folders(self._writers) for entry in os.scandir(writer)]
         write_accounts(ledger, Accounts(sum(sizes), len(sizes)))
@@ -321,7 +321,7 @@ def _sample_blocks(folders: list[os.DirEntry[str]]) -> list[Block]:
 
 
 def _is_writer_dead(writer: str) -> bool:
-    """Return whether the process that created the folder has ended. At its end the kernel releases its lock."""
+    """Return whether the process that created the folder ``writer`` has ended, by the lock that it held."""
     folder = os.open(writer, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -333,14 +333,14 @@ def _is_writer_dead(writer: str) -> bool:
 
 
 def _remove_writer(ledger: int, writer: os.PathLike[str]) -> None:
-    """Remove a process's folder in ``writers`` with its drafts, and subtract the drafts from the accounts."""
+    """Remove a process's folder in ``writers`` with its unfinished files; subtract these from the accounts."""
     drafts = [Block(0, entry.path, entry.stat().st_size) for entry in list_entries(writer) if entry.is_file()]
     _remove_files(ledger, *drafts)
     shutil.rmtree(writer, ignore_errors=True)
 
 
 def _remove_files(ledger: int, *values: Block | Draft) -> None:
-    """Remove the files of values, and subtract their sizes and their number from the accounts."""
+    """Remove files of values, and subtract their sizes and their number from the folder's accounts."""
     if not values:
         return
     used, keys = _read_accounts(ledger)
@@ -352,7 +352,7 @@ def _remove_files(ledger: int, *values: Block | Draft) -> None:
 
 
 def find_size(folder: Path, named: int | None) -> int:
-    """Return the size limit that a folder would have if one process opened it with the size ``named``."""
+    """Return the size limit that a folder would have if a process opened it with the size limit ``named``."""
     try:
         ledger = os.open(folder / "ledger", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -377,6 +377,6 @@ def _read_accounts(ledger: int) -> Accounts:
 
 
 def write_accounts(ledger: int, accounts: Accounts) -> None:
-    """Write the accounts after a change, and mark the change as complete."""
+    """Write the accounts (bytes and number of values) after a change, and mark the change as complete."""
     os.pwrite(ledger, _ACCOUNTS.pack(*accounts), _ACCOUNTS_AT)
     os.pwrite(ledger, _CONSISTENT, _STATE_AT)

@@ -114,7 +114,7 @@ class FileStore(StorageBackend):
                 self._ledger.close()
 
     def on_fork(self) -> None:
-        """Close the store in a child process after a fork, because the drafts and the lock belong to the parent.
+        """Close the store in a child process after a fork, because unfinished files and the lock belong to the parent.
 
         To use the folder, the child must open another store. The child closes its copy of the locked file, because a
         lock lasts until all processes have closed the file: so the lock ends when the parent ends.
@@ -215,6 +215,6 @@ def _move_bytes(call: Callable[[int, Sequence[memoryview], int], int], file: int
 
 
 def _mark_used(file: int) -> None:
-    """Set the time of a file's last use to now; the kernel's own clock for files is too coarse to sort them by it."""
+    """Set the time of a file's last use to now; the kernel's own times of files are too coarse for sorting."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))
