@@ -1,4 +1,6 @@
-"""The router: decides which instance serves a request, and sends the request there. It uses only HTTP for instances.
+"""The router: decides which instance serves a request, and sends the request there.
+
+The router communicates with instances only over HTTP.
 
 The path of a request is ``http.server -> serving -> http.exchange``. A package imports only packages listed below it:
 

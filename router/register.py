@@ -68,7 +68,7 @@ class Sidecar:
             wildcard is replaced by the server's address. Without ``host_ip``, the address is this machine's, as the
             router sees it; it is determined before each heartbeat. Without ``engine``, the server is queried.
         token: the router's registration token or admin token; ``""`` if it has none.
-        tls: TLS context with the trusted certificate authorities, or None for those of the system.
+        tls: TLS context with the trusted certificate authorities; None: the system's authorities.
     """
 
     def __init__(

@@ -86,8 +86,8 @@ class Admission:
     def try_enter(self, client: str, tokens: int = 0) -> bool:
         """Admit a request of ``client`` if it may run now. Return False if it must wait.
 
-        No queued request is passed over: if requests are queued although the total limit is not reached, their clients
-        have reached their own limits.
+        The request does not overtake requests in the queue: if requests are queued although the total limit is not
+        reached, their clients have reached their own limits.
 
         Args:
             client: name of the client.
@@ -254,7 +254,7 @@ class Admission:
         return min(self._usual_wait, self._patience)
 
     def _count_refusal(self, code: str, message: str, seconds: float) -> Refused:
-        """Count and return a refusal that tells the client to retry after ``seconds``."""
+        """Count and return a refusal that asks the client to retry after ``seconds``."""
         self.refused[code] += 1
         return Refused(ApiError(429, message, code), max(1, math.ceil(seconds)))
 
@@ -320,7 +320,7 @@ class AdmissionClient:
         self.running += 1
 
     def leave(self, client: str, tokens: int = 0) -> None:
-        """Tell the supervisor that an admitted request of ``client`` has ended. Arguments as in ``Admission.leave``."""
+        """Report to the supervisor that an admitted request of ``client`` has ended. See ``Admission.leave``."""
         self.running -= 1
         self._report_end(client, tokens)
 

@@ -212,7 +212,7 @@ class Auth:
         self.tags = {name: _tag_client(name) for name in keys}
 
     def _read_again(self) -> tuple[int, str]:
-        """Read changed files again. Return the level and the text of a log message about it."""
+        """Read changed files again. Return the level and the text of a log message about the result."""
         try:
             self._read_files()
         except SettingsError as exc:

@@ -121,7 +121,7 @@ FORWARDED = tuple(path for path, route in _EXACT.items() if route.is_forwarded)
 
 
 def find_route(path: str) -> Route | None:
-    """Return the route of a path, which has no query and no escapes; None if the router has no such path."""
+    """Return the route of a path without query and percent-escapes; None if the router has no such path."""
     route = _EXACT.get(path)
     if route is None:
         route = next((each for pattern, each in _PATTERNS if pattern.fullmatch(path)), None)

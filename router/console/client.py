@@ -80,7 +80,7 @@ class RouterClient:
     Args:
         url: URL of the router, without a path.
         token: the router's admin token; ``""`` if it has none.
-        ca_file: file with the certificate authorities to trust; ``""``: those of the system.
+        ca_file: file with the certificate authorities to trust; ``""``: the system's authorities.
     """
 
     def __init__(self, url: str, token: str = "", ca_file: str = "") -> None:

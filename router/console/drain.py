@@ -68,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
 def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     flags: argparse.Namespace = make_parser().parse_args(argv)
     if not flags.instances and flags.self_port is None:
-        raise SettingsError("name an instance as HOST:PORT, or the one on this machine with --self-port PORT")
+        raise SettingsError(
+            "no instance to drain is named; give HOST:PORT or, for the instance on this machine, --self-port PORT"
+        )
     for name in ("wait", "until_restart"):
         if flags.undrain and getattr(flags, name):
             raise SettingsError(

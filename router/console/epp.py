@@ -1,4 +1,4 @@
-"""kvrouter epp: the router as endpoint picker, for gateways that send the requests themselves
+"""kvrouter epp: the router as endpoint picker, for gateways that send the requests themselves.
 
 This is the router with ``--epp-port`` (default 9002). All flags of the router can be used. Its HTTP port is open, too:
 instances register there, and operators query it.

@@ -238,7 +238,7 @@ def _name_request(entry: dict[str, Any]) -> str:
 
 
 def _list_ids(entry: dict[str, Any]) -> frozenset[str]:
-    """Return the ids by which a request can be found: its own, those at engines, the client's, and the trace's."""
+    """Return the ids by which a request can be found: its own id, those at engines, the client's ids, the trace id."""
     own = entry["id"]
     engines = {f"{prefix}{own}" for prefix in ("", "chatcmpl-", "cmpl-")} if own else set()
     return frozenset({*engines, *entry.get("client_ids", {}).values(), entry.get("trace_id", "")} - {""})

@@ -380,7 +380,7 @@ def replay(
 
 
 def spread_arrivals(arrivals: Sequence[Arrival], seed: int = 0) -> list[Arrival]:
-    """Spread requests with equal timestamps randomly over the time until the next timestamp, in the same order."""
+    """Distribute requests with equal timestamps at random over the time until the next timestamp, in the same order."""
     dice = random.Random(seed)
     moments = [list(group) for _, group in itertools.groupby(arrivals, key=lambda arrival: arrival.at)]
     starts = [moment[0].at for moment in moments]
@@ -428,7 +428,7 @@ def make_parser() -> FlagParser:
     )
     parser.add_argument(
         "--headroom", type=_positive_number(float), default=0.9, metavar="H",
-        help="computing capacity of all instances together, as a fraction of the trace's prompt tokens (default 0.9)",
+        help="prompt tokens that all instances together compute per second, divided by those that arrive (default 0.9)",
     )  # fmt: skip
     parser.add_argument(
         "--cache-blocks", type=_positive_number(int), default=3000, metavar="N",
@@ -446,7 +446,7 @@ def make_parser() -> FlagParser:
     )  # fmt: skip
     parser.add_argument(
         "--prefix-propagation-ms", type=_positive_number(float, or_zero=True), metavar="MS",
-        help="delay of a message about prompts (default: as --propagation-ms)",
+        help="delay of a message about prompts (default: the value of --propagation-ms)",
     )  # fmt: skip
     parser.add_argument(
         "--spread", action="store_true",

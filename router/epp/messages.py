@@ -72,7 +72,7 @@ def read_headers(http_headers: Any) -> tuple[dict[bytes, bytes], Headers, bool]:
 
 
 def read_subset(message: Any) -> frozenset[str] | None:
-    """Return the endpoints from which the gateway lets the picker choose; None if it may choose any."""
+    """Return the endpoints from which the gateway lets the picker choose; None if it may choose any endpoint."""
     hint = message.metadata_context.filter_metadata.get(_SUBSET_NAMESPACE)
     if hint is None or _SUBSET not in hint.fields:
         return None
@@ -150,13 +150,13 @@ def split_body(data: bytes, *, is_request: bool, is_end: bool) -> Iterator[Any]:
 
 
 def end_with_trailers(*, is_request: bool) -> Any:
-    """Return the message after which the gateway sends the trailers on unchanged."""
+    """Return the message after which the gateway forwards the trailers unchanged."""
     kind = "request_trailers" if is_request else "response_trailers"
     return ProcessingResponse(**{kind: TrailersResponse()})
 
 
 def pass_on(message: Any) -> Iterable[Any]:
-    """Return the answers to ``message``, a part of a response that the gateway sends on unchanged.
+    """Return the answers to ``message``, a part of a response that the gateway forwards unchanged.
 
     A part of a request has no answer.
     """

@@ -95,7 +95,7 @@ class GatewayRequest(ClientRequest):
     ) -> None:
         """
         Args:
-            stream: the gateway's stream, which stands in for a client's connection.
+            stream: the gateway's stream, which replaces a client's connection.
             message: the first message of the stream, with the request's head.
             router: the router.
             write: sends a message to the gateway.
@@ -281,7 +281,7 @@ class GatewayRequest(ClientRequest):
                 self._complete_request()
 
     def _leave_to_gateway(self, message: Any) -> None:
-        """Pass on the gateway's own response to a request that has no instance yet, and give this request up."""
+        """Let the gateway send its own response to a request that has no instance yet, and discard this request."""
         self.body, self.arriving = b"", None
         self.on_client_gone()
         for each in pass_on(message):

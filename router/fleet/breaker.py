@@ -55,5 +55,5 @@ class Breaker:
         return True
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Try one request although the breaker is not closed. The instance gets no other one until this trial ends."""
+        """Try one request although the breaker is not closed. Until it ends, the instance gets no other request."""
         self.state, self.retry_at = "half_open", now + OPEN_SECONDS

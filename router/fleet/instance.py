@@ -156,7 +156,9 @@ class Instance:
         self.logged_changes: dict[str, str] = {}
         """For each kind of change, the last change that any process of this router has logged."""
         self.cache_known: str | None = None
-        """How the instance's cache is known from KV events: ``exact`` or ``degraded``; None without KV events."""
+        """How exactly the router knows the instance's cache: ``exact``; ``degraded`` if KV events are missing; None if
+        the router reads no KV events of this instance.
+        """
         self.share = 1.0
         """Weight from 0 to 1 that an operator has set: a factor of the instance's share of the requests."""
         self.permanent, self.has_heartbeat = permanent, has_heartbeat
@@ -217,7 +219,7 @@ class Instance:
         return self.share * max(FIRST_WEIGHT, 1.0 - (self._warm_at - now) / SLOW_START_SECONDS)
 
     def serves(self, model: str) -> bool:
-        """Return whether the instance may serve ``model``: it lists this model, or lists none. ``""`` is any model."""
+        """Return whether the instance may serve ``model``: it lists the model or none. Return True for ``""``."""
         if not model:
             return True
         return self.models is not None and (not self.models or model in self.models)
@@ -228,7 +230,7 @@ class Instance:
         Args:
             models: names of the models; None if the instance could not be queried.
             asked_at: time at which the instance was queried.
-            is_remote: whether another process has reported the change, and logs it.
+            is_remote: whether another process has reported the change. That process logs it.
         """
         self.models_asked_at = asked_at
         models = self.registration.models or models
@@ -306,7 +308,7 @@ class Instance:
 
         Args:
             orders: the commands.
-            is_remote: whether another process has reported the change, and logs it.
+            is_remote: whether another process has reported the change. That process logs it.
         """
         self.set_draining(orders.draining, until_restart=orders.until_restart, is_remote=is_remote)
         self.set_pause(orders.paused, is_remote=is_remote)
@@ -318,7 +320,7 @@ class Instance:
         Args:
             draining: whether to start or to end the drain.
             until_restart: whether the drain ends automatically when another process uses the instance's address.
-            is_remote: whether another process has reported the change, and logs it.
+            is_remote: whether another process has reported the change. That process logs it.
         """
         drains_until_restart = draining and until_restart
         has_changed = (self.draining, self.drains_until_restart) != (draining, drains_until_restart)
@@ -363,7 +365,7 @@ class Instance:
             self._events.bump_generation()
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Try one request although the breaker is not closed. The instance gets no other one until this trial ends."""
+        """Try one request although the breaker is not closed. Until it ends, the instance gets no other request."""
         self.breaker.begin_half_open_trial(now)
         self._events.bump_generation()
 

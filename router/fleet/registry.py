@@ -26,7 +26,7 @@ MAX_GONE_MODELS = 1000
 
 
 class Registry:
-    """All instances by ``host_ip:port``."""
+    """All registered instances, by their keys ``host_ip:port``."""
 
     def __init__(self, splitwise: bool) -> None:
         self.splitwise = splitwise
@@ -108,7 +108,7 @@ class Registry:
         return gone
 
     def excuse_silence(self, seconds: float) -> None:
-        """Subtract ``seconds``, in which this process could not receive heartbeats, from all instances' silence."""
+        """Subtract ``seconds`` from the silence of all instances, because this process could not receive heartbeats."""
         for instance in self._instances.values():
             instance.last_registered += seconds
             instance.last_healthy += seconds

@@ -48,7 +48,7 @@ class PersistentPolicy(Protocol):
     """A policy that stores its state in the snapshot."""
 
     def prepare_dump(self) -> Callable[[], bytes]:
-        """Return a function that encodes the present state of the policy, perhaps slowly. Any thread may call it."""
+        """Return a function that encodes the present state of the policy. Any thread may call this function."""
 
     def load_dump(self, data: bytes) -> None:
         """Load the state of an earlier policy of the same name.
@@ -256,11 +256,15 @@ class Snapshot:
         if not 0 <= age <= STALE_SECONDS:  # also rejects nan
             raise ValueError(f"it was written {age:.0f} s ago, and at most {STALE_SECONDS:.0f} s are allowed")
         if splitwise is not self._registry.splitwise:
-            raise ValueError(f"a router {'with' if splitwise else 'without'} --splitwise has written it")
+            other, this = ("with", "without") if splitwise else ("without", "with")
+            raise ValueError(f"a router {other} --splitwise has written it, but this router runs {this} --splitwise")
         return document
 
     def _measure_age(self, document: dict[str, Any]) -> float:
-        """Return the seconds since the file was written. A changed system clock has no effect until a reboot."""
+        """Return the seconds since the file was written.
+
+        If the machine has not rebooted since then, a change of the system clock has no effect.
+        """
         boot, since_boot = self._boot_clock()
         if boot and document.get("boot") == boot:
             age: float = since_boot - document["since_boot"]
@@ -298,11 +302,11 @@ def _read_entry(entry: dict[str, Any]) -> dict[str, Any]:
     """Return the flags, models, operator commands and their version from an entry. Older files lack some of them."""
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:
-        raise ValueError(f"it is damaged: a weight is {weight}")
+        raise ValueError(f"it is damaged: a weight is {weight}, which is not from 0 to 1")
     models = entry.get("models")
     count, writer = entry.get("ordered", _NO_VERSION)
     if not isinstance(count, int) or not isinstance(writer, str):
-        raise ValueError(f"it is damaged: a version of orders is {[count, writer]}")
+        raise ValueError(f"it is damaged: a version is {[count, writer]}, not a whole number and a text")
     until_restart, paused = (bool(entry.get(name, False)) for name in ("until_restart", "paused"))
     return {
         **{name: bool(entry[name]) for name in ("has_heartbeat", "permanent")},

@@ -44,7 +44,7 @@ class Tasks:
 async def gather_spread(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Run all ``works`` like ``asyncio.gather``, but start only ``_STARTED_AT_ONCE`` in each turn of the event loop.
 
-    If a thousand started in one turn, and each opened a connection, they would delay every other request by 20 ms.
+    If a thousand works started in one turn, and each opened a connection, every other request would wait for 20 ms.
     """
     tasks: list[asyncio.Task[_Result]] = []
     try:

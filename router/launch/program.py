@@ -108,7 +108,7 @@ def _run_worker(task: WorkerTask) -> None:
 
 
 def _open_listener(host: str, port: int, flag: str) -> socket.socket:
-    """Return a socket that listens on ``host:port``, where ``port`` is the value of ``flag``."""
+    """Return a socket that listens on ``host:port``. Messages name ``flag``, which sets the port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as exc:

@@ -140,7 +140,7 @@ class InstanceLoad:
         self.queued -= work
 
     def remove_request(self, tokens: int, work: float) -> None:
-        """Remove a request that has ended; ``tokens`` and ``work`` are 0 if its prefill was complete before."""
+        """Remove a request that has ended; ``tokens`` and ``work`` are 0 if its prefill has already ended."""
         self.requests -= 1
         self.tokens -= tokens
         self.queued -= work

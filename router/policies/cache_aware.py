@@ -52,7 +52,7 @@ class CacheAware(PrefixPolicy):
 class RemoteCacheAware(CacheAware):
     """Chooses like ``CacheAware``, with the loads that the instances report, which include all routers' requests.
 
-    If an instance reports no load, or a lower one, the requests from this router count.
+    If an instance reports no load, or fewer requests than this router has sent it, this router's own count is used.
     """
 
     name = "remote_cache_aware"

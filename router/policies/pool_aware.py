@@ -65,9 +65,12 @@ class PoolAware(PrefixPolicy):
         # In tokens. They are equal, as if the pool had lacked none; and small, so that a missing pool is soon noticed.
         self._pool_expected = self._pool_found = 10_000.0
         self.alpha = 1.0
-        """Cost of one token of work, in queued tokens."""
+        """Cost of computing one token, in queued tokens; see the class."""
         self.fetch_cost = 1.0
-        """Mean cost of a token that the pool should have, relative to computing it. Lacking tokens cost 1."""
+        """Mean cost of a token that the pool should have, where computing the token costs 1.
+
+        A token that the pool does not have must be computed, so it costs 1.
+        """
         self._update_costs()
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:

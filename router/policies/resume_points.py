@@ -1,8 +1,9 @@
 """ResumePoints: learns from ``usage`` how much of a known prefix an instance, or the pool, can use.
 
-An instance resumes a prompt at the last boundary for which all groups of layers have what they read from there on. For
-a model with windows or recurrent layers this may be far before the end of the prefix that the instance has computed: a
-block of a window was evicted, or the recurrent layers have stored no state where two prompts part.
+An instance can continue a prompt only at a position for which all layers still have the KV or the state that they need.
+In a model with windows or recurrent layers, this position may be far before the end of the prefix that the instance has
+computed. Either a block of a window was evicted, or the recurrent layers have stored no state at the position where two
+prompts begin to differ.
 """
 
 from __future__ import annotations

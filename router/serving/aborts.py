@@ -54,11 +54,11 @@ class AbortScope:
 
     @classmethod
     def load(cls, dumped: Mapping[str, Any]) -> AbortScope:
-        """Return the scope that another process has dumped."""
+        """Return the scope from the result of ``dump`` in another process."""
         return cls(dumped["tag"], dumped["asked"])
 
     def dump(self) -> dict[str, Any]:
-        """Return the scope as plain data."""
+        """Return the scope as plain data, for ``load`` in another process."""
         return {"tag": self.tag, "asked": self.asked and sorted(self._ids)}
 
     def reaches(self, tag: str) -> bool:

@@ -389,7 +389,7 @@ class Attempt:
         return bool(running)
 
     async def await_prefill_end(self) -> None:
-        """After the loss of the answering leg, wait briefly for the loss of prefill's leg. ``deaths`` counts both."""
+        """Wait briefly whether prefill's leg is lost, too, after the answering leg was lost; ``deaths`` counts both."""
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
             self._prefill_end = asyncio.get_running_loop().create_future()
@@ -420,7 +420,10 @@ class Attempt:
             self._on_prefill_failed(failure)
 
     def _may_lose_answering(self, trouble: Trouble) -> bool:
-        """Return whether the answering leg may be lost a moment after prefill's. Then ``deaths`` should count it."""
+        """Return whether the answering leg may be lost a moment after prefill's leg has failed with ``trouble``.
+
+        If so, the attempt waits for this loss, so that ``deaths`` counts both legs.
+        """
         return trouble is Trouble.DEATH or (trouble is Trouble.UNREACHABLE and self.answering.runs_at_engine)
 
     def _collect(self, data: bytes, is_end: bool) -> None:
@@ -598,7 +601,10 @@ def _is_event_stream(headers: Headers) -> bool:
 
 
 def _find_token(data: bytes, start: int) -> bytes | None:
-    """Return the first event after ``start`` that does not belong to a stream's preamble; None if there is none yet."""
+    """Return the first event after ``start`` that has a token or an error; None if there is none yet.
+
+    Engines send the first events of a stream (its preamble) before the first token.
+    """
     events = (found[1] for found in _EVENT_DATA.finditer(data, start))
     return next((event for event in events if not _PREAMBLE.search(event)), None)
 

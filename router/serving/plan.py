@@ -279,7 +279,7 @@ class LegMaker:
     def make_legs(self) -> tuple[Leg, Leg | None]:
         """Return the answering leg and, in a pair, prefill's leg. Nothing is sent yet.
 
-        If prefill comes first, the answering leg has no request until ``set_decode_request``.
+        If prefill comes first, the answering leg has no request until ``set_decode_request`` is called.
         """
         plan = self._plan
         selection, decisions = plan.selection, plan.selection.decisions
@@ -318,7 +318,7 @@ class LegMaker:
         return head._replace(start=head.start + lines)
 
     def _cut_members(self, plan: LegPlan) -> dict[str, bytes]:
-        """Return the members that both legs get, without those that would undo the changes in ``plan`` for prefill."""
+        """Return the members of both legs, without those that ``plan`` sets or drops differently for prefill."""
         undone = {*plan.members, *plan.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 

@@ -61,7 +61,7 @@ LATE_SECONDS = 0.25
 
 
 class Proxy:
-    """Serves the requests for forwarded paths, and stores the requests that are being served."""
+    """Serves the requests for forwarded paths, and has a list of the requests that are being served."""
 
     def __init__(self, services: Services) -> None:
         self.max_body_bytes = services.settings.max_body_bytes
@@ -213,7 +213,7 @@ class ServingRequest:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The present attempt, or the last one; None before the first."""
+        """The attempt that runs, or the last attempt if none runs; None before the first attempt."""
         return self._retry_loop.current
 
     def start(self) -> None:
@@ -449,7 +449,10 @@ class ServingRequest:
             self._finish()
 
     def _find_error(self, exc: Exception) -> ApiError | None:
-        """Return the error for the client; None if the client has disconnected. Log it if the router is the cause."""
+        """Return the error for the client; None if the client has disconnected.
+
+        If the router is the cause, log ``exc``.
+        """
         if isinstance(exc, RequestEnded):
             return exc.error
         if isinstance(exc, BadBody):

@@ -4,8 +4,8 @@ Only the table ``RULES`` decides whether a request is sent again. The columns of
 (``Sent``), how far it had got (``Reached``), and the cause of the failure (``Trouble``). The first matching row gives
 the number of attempts that may fail in this way. Two rules explain the numbers:
 
-- A request may be at work in at most two instances that die, counting prefill and decode, before and during the
-  response. The reason is that the router cannot know whether a request kills instances or they die by chance.
+- A request is not sent again after two instances have died while they processed it. Prefill and decode count
+  separately, before and during the response. The reason is that the request may have caused the deaths.
 - A request that may change the state of an instance is sent only once (RFC 9110, 9.2.2).
 """
 
@@ -60,7 +60,7 @@ ABORTED = ApiError(409, "the request was aborted", "aborted")
 
 
 class Sent(enum.Enum):
-    """Kind of a request."""
+    """Kind of a request. It decides whether the request may be sent again."""
 
     GENERATION = "generation"
     """A request for which tokens are generated: chat, completions, responses, messages."""
@@ -86,7 +86,7 @@ RULES: Sequence[tuple[frozenset[Sent], frozenset[Reached], frozenset[Trouble], i
 
 
 def classify(method: str, path: str) -> Sent:
-    """Return the kind of a client's request."""
+    """Return the kind of a client's request, by its method and path."""
     if path in GENERATING:
         return Sent.GENERATION
     if method in _IDEMPOTENT_METHODS or path in _COMPUTING_PATHS:
@@ -126,7 +126,7 @@ class RetryLoop:
         self._retries: Retries | None = None  # set after the first failed attempt
         self._selection: Selection | None = None  # the instances of the present attempt
         self.current: Attempt | None = None
-        """The present attempt, or the last one; None before the first."""
+        """The attempt that runs, or the last attempt if none runs; None before the first attempt."""
         self.number = 0
         """Number of attempts so far."""
         self.resumption: Resumption | None = None
@@ -375,7 +375,7 @@ class RetryLoop:
         return self.current
 
     async def _note_failure(self, failure: LegFailed, selection: Selection) -> None:
-        """Record a failed attempt, and end its other leg. Count the failure for the instance if that is the cause.
+        """Record a failed attempt, and end its other leg. Count it for the instance if the instance is the cause.
 
         Raises:
             RequestEnded: the attempt failed because a client has aborted the request.
@@ -422,8 +422,9 @@ class Retries:
 
     def __init__(self, sent: Sent) -> None:
         self.wants_fresh = False
-        """Whether each leg gets a new connection, because an attempt has failed. Otherwise an instance that just then
-        closes an idle connection would count as dead, and the request would end after fewer deaths.
+        """Whether each leg gets a new connection, because an attempt has failed.
+
+        If a leg used an idle connection that its instance closes at this moment, the instance would count as dead.
         """
         self._sent = sent
         self._deaths = 0  # number of instances that have died, or may have, while they served the request

@@ -104,7 +104,7 @@ class Selector:
         self._choices: dict[str, _Choice] = {}
         """The candidates for each model; prepared at the first request for a model."""
         self._lone_choices: dict[str, _Choice] = {}
-        """For each model, the candidates for requests that generate nothing, which one instance serves."""
+        """For each model, the candidates for requests that generate nothing, which one instance serves, not a pair."""
         self._siblings: dict[str, Mapping[Role, Policy]] = {}
         self._obstacles: dict[str, ApiError] = {}
         """For each model that no instance can serve at present, the error for its requests."""
@@ -289,8 +289,8 @@ class Selector:
     def _rank_instances(
         self, now: float, excluded: Collection[str], model: str, alone: Role | None
     ) -> Iterator[tuple[list[Instance], list[Instance]]]:
-        """Yield groups of instances, in the order of preference, each with those of its instances that get less than
-        their share.
+        """Yield groups of instances in the order of preference. With each group, yield its instances whose weight is
+        less than 1.
 
         The first group has only preferred instances. The second group adds instances with weight 0, the third group
         instances with an open breaker.
@@ -309,7 +309,8 @@ class Selector:
     def _narrow_choice(self, choice: _Choice, now: float, excluded: Collection[str]) -> _Choice | None:
         """Return the candidates without ``excluded``, and without instances that are removed at random.
 
-        An instance stays with a probability that is equal to its weight. If no instance of a role would stay, all stay.
+        An instance stays with a probability that is equal to its weight. If no instance of a role would stay, all
+        instances of this role stay.
 
         Returns:
             The remaining candidates; None if there are none.
@@ -383,7 +384,10 @@ class _Group:
         """The position of each instance in ``candidates``, before instances were removed."""
 
     def leave_out(self, keys: Collection[str]) -> _Group:
-        """Return a copy of this group without the instances of these keys. No instance may have been removed before."""
+        """Return a copy of this group without the instances that have these keys.
+
+        Call this only for a group from which no instance was removed.
+        """
         places = sorted([self.places[key] for key in keys if key in self.places], reverse=True)
         if not places:
             return self
@@ -404,7 +408,7 @@ class _Choice:
         """
         Args:
             instances: the candidates.
-            weighted: those candidates that get less than their share.
+            weighted: the candidates whose weight is less than 1.
             splitwise: whether to form pairs.
         """
         self.groups: list[_Group] = []
@@ -418,7 +422,10 @@ class _Choice:
             self._group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
             self.first = _Group([prefill for prefill in prefills if prefill.key in self.kinds])
         self.weighted: list[tuple[list[Instance], int]] = []
-        """For each role with candidates that get less than their share: these, and the number of all candidates."""
+        """For each role: the candidates whose weight is less than 1, and the number of all candidates of this role.
+
+        A role is missing if all its candidates have the weight 1.
+        """
         for role in {instance.role for instance in weighted}:
             count = sum(instance.role is role for instance in instances)
             self.weighted.append(([i for i in weighted if i.role is role], count))
@@ -447,7 +454,7 @@ class _Choice:
                 self.kinds[prefill.key] = place
 
     def leave_out(self, keys: Collection[str]) -> _Choice:
-        """Return a copy of the candidates without the instances of these keys."""
+        """Return a copy of the candidates without the instances that have these keys."""
         narrowed = _Choice.__new__(_Choice)
         narrowed.kinds, narrowed.weighted = self.kinds, self.weighted
         narrowed.groups = [group.leave_out(keys) for group in self.groups]

@@ -1,4 +1,4 @@
-"""The router's settings. Flags override the YAML file, the file overrides the environment, that overrides defaults.
+"""The router's settings. Flags override the YAML file, the file the environment, and the environment the defaults.
 
 router_settings.py   RouterSettings: each setting with its default, its key and its valid values
 sources.py           load_settings: reads flags, the YAML file and the environment

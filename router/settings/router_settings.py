@@ -59,7 +59,7 @@ class RouterSettings:
     """All settings of the router. The flag of a setting is the field's name with dashes."""
 
     host: str = _declare("0.0.0.0", "server.host", "address to listen at")
-    port: int = _declare(9000, "server.port", "port to listen at; 0 selects a free one")
+    port: int = _declare(9000, "server.port", "port to listen at; 0: any free port")
     epp_port: int = _declare(
         0,
         "server.epp-port",
@@ -97,13 +97,13 @@ class RouterSettings:
     shutdown_grace_secs: float = _declare(
         25.0,
         "server.shutdown-grace-secs",
-        "seconds after that delay in which running requests may end (1 after Ctrl-C)",
+        "seconds for which running requests may continue after the shutdown delay (1 after Ctrl-C)",
     )
     max_body_bytes: int = _declare(
         64 * 1024 * 1024, "server.max-body-bytes", "maximum size of a request's body in bytes"
     )
     preempt_retry_count: int = _declare(
-        3, "server.preempt-retry-count", "how often a request is continued after a decode instance preempted it"
+        3, "server.preempt-retry-count", "how many times a request is continued after a decode instance preempted it"
     )
     preempt_retry_exclude_decode: bool = _declare(
         False,
@@ -113,19 +113,21 @@ class RouterSettings:
     stream_resume_count: int = _declare(
         5,
         "server.stream-resume-count",
-        "how often a stream is resumed at another instance after its instance died, ended it early or hung; 0: never",
+        "how many times a stream is resumed at another instance after its instance died, ended it early or hung",
     )
     session_headers: tuple[str, ...] = _declare(
         (),
         "scheduler.session-headers",
-        "headers that name a request's session, as NAME or NAME:PARENT; they have precedence over the known ones, such "
-        "as X-Session-Id",
+        "headers that name a request's session, as NAME or NAME:PARENT; they have precedence over the built-in ones, "
+        "such as X-Session-Id",
     )
-    policy: str = _declare("pool_aware", "scheduler.policy", "how a mixed instance is chosen", POLICIES)
+    policy: str = _declare("pool_aware", "scheduler.policy", "policy that chooses a mixed instance", POLICIES)
     prefill_policy: str = _declare(
-        "pool_aware", "scheduler.prefill-policy", "how a prefill instance is chosen", POLICIES
+        "pool_aware", "scheduler.prefill-policy", "policy that chooses a prefill instance", POLICIES
     )
-    decode_policy: str = _declare("request_num", "scheduler.decode-policy", "how a decode instance is chosen", POLICIES)
+    decode_policy: str = _declare(
+        "request_num", "scheduler.decode-policy", "policy that chooses a decode instance", POLICIES
+    )
     stats_interval_secs: float = _declare(
         5.0,
         "scheduler.stats-interval-secs",
@@ -232,7 +234,7 @@ class RouterSettings:
         "with 429; 0: no limit; a tokens_per_sec of the key in the file of API keys has precedence",
     )
     max_queued_requests: int = _declare(
-        1000, "server.max-queued-requests", "maximum number of queued requests; further ones are answered with 429"
+        1000, "server.max-queued-requests", "maximum number of queued requests; further requests are answered with 429"
     )
     queue_timeout_secs: float = _declare(
         60.0, "server.queue-timeout-secs", "seconds after which a queued request is answered with 429"
@@ -381,7 +383,7 @@ class RouterSettings:
     @property
     def plain_values(self) -> dict[str, Any]:
         """The settings that are numbers, switches or choices. Paths and addresses may contain secrets, so they are
-        missing.
+        left out.
         """
         return {
             field.name: getattr(self, field.name)
@@ -409,9 +411,9 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         hint = did_you_mean(value, choices)
         raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{hint}")
     if field.name in ("port", "epp_port") and not 0 <= value <= 65535:
-        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for a free one")
+        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for any free port")
     if field.name == "service_discovery_port" and not 0 <= value <= 65535:
-        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for the one that a pod names")
+        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for the port that the pod names")
     is_time = field.name.endswith(("_secs", "_mins")) and not (value == 0 == field.default)
     if is_time and not 0 < value < float("inf"):
         unit = "seconds" if field.name.endswith("_secs") else "minutes"

@@ -93,13 +93,13 @@ def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]
 
 
 def _is_entry(name: yaml.Node, entry: yaml.Node) -> bool:
-    """Return whether a line is a name with a key, or a name with members whose values are plain."""
+    """Return whether a line is a name with a key, or a name with members whose values are neither lists nor maps."""
     members = [part for member in entry.value for part in member] if isinstance(entry, yaml.MappingNode) else [entry]
     return all(isinstance(part, yaml.ScalarNode) for part in (name, *members))
 
 
 def _parse_entry(members: Sequence[tuple[yaml.ScalarNode, yaml.ScalarNode]], where: str) -> ApiKey:
-    """Parse a line with several members, one of which is the key."""
+    """Parse the members of a client in the file of API keys. One of the members is the key."""
     found: dict[str, str] = {}
     for name, value in members:
         if name.value not in _MEMBERS:

@@ -91,8 +91,8 @@ def load_settings(
     config_path, config = flags.pop("config_path"), flags.pop("config")
     if config is not None and config_path is not None:
         raise SettingsError(
-            "--config and --config_path: give one of them, the file of FastDeploy's Python router (flags) or that of "
-            "its Go router (sections)"
+            "--config and --config_path are both given; give only --config (a file of FastDeploy's Python router) or "
+            "only --config_path (a file of its Go router)"
         )
     values = _read_environment(os.environ if environ is None else environ)
     if config_path is not None:

@@ -10,7 +10,7 @@ load_sync.py     LoadSync: counts each instance's requests over all processes
 prefix_sync.py   PrefixSync: keeps the same index of prefixes in all processes
 admission_server.py  AdmissionServer: applies the limits to all workers together
 supervisor.py    Supervisor: starts workers, replaces dead ones, assigns connections to them
-silence.py       Silence: tells whether a silent worker hangs, or only waits for a CPU
+silence.py       Silence: finds out whether a silent worker hangs, or only waits for a CPU
 """
 
 from router.sharing.channels import receive_connections

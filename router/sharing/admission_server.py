@@ -1,6 +1,6 @@
 """AdmissionServer: applies the limits of one router in its supervisor. Workers call it through ``AdmissionClient``.
 
-There is only one ``Admission`` for all workers, so concurrency and token limits are exact. The price is one message in
+There is only one ``Admission`` for all workers, so concurrency and token limits are exact. This costs one message in
 each direction per request. If no limits are set, no such messages are sent. The requests of other routers count, too,
 but with a short delay: several routers together can exceed a limit slightly before they receive each other's messages.
 """
@@ -50,7 +50,7 @@ class AdmissionServer:
             client: client of the request.
             priority: priority of the request.
             tokens: tokens to charge.
-            answer: called with None on admission or else with the refusal, and with ``client`` and ``tokens``.
+            answer: called with three arguments: None on admission, or the refusal; ``client``; ``tokens``.
         """
         work = asyncio.ensure_future(self._admit(worker, client, priority, tokens, answer))
         self._entering[worker, number] = work

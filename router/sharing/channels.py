@@ -39,11 +39,11 @@ class MessageChannel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio when the channel is open."""
+        """Store the transport of the channel, which is open now. asyncio calls this."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio with received bytes."""
+        """Decode received bytes, and handle the messages that are complete. asyncio calls this."""
         self._unpacker.feed(data)
         for message in self._unpacker:
             try:
@@ -52,7 +52,7 @@ class MessageChannel(asyncio.Protocol):
                 _log.exception("a message from another process could not be handled: %s", reprlib.repr(message))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio when the other process has closed its end."""
+        """Report that the other process has closed its end. asyncio calls this."""
         self._on_lost()
 
     def send_message(self, *message: Any) -> None:

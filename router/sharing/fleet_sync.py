@@ -1,4 +1,7 @@
-"""FleetSync: keeps the same instances in all processes. Each process sends the others what it learns of an instance."""
+"""FleetSync: keeps the same instances in all processes.
+
+Each process sends the others what it learns about an instance.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +212,10 @@ class FleetSync:
         return registration
 
     def _peer_logs(self, teller: str) -> bool:
-        """Return whether another process of this router logs an event: its sender ``teller``, or the first process."""
+        """Return whether another process of this router logs the event that the process ``teller`` has sent.
+
+        If ``teller`` belongs to this router, it logs the event; if not, the first process of this router does.
+        """
         return self._link.is_of_same_router(teller) or not self._link.is_first
 
     def _update_models(self, instance: Instance, record: dict[str, Any]) -> None:
@@ -232,7 +238,7 @@ class FleetSync:
     def _on_suspect(self, sender: str, key: str) -> None:
         instance = self._registry.get(key)
         if instance is not None and instance.healthy:
-            _log.debug("%s reports failures of %s", sender, key)
+            _log.debug("process %s reports that instance %s fails", sender, key)
             self._health.probe_soon(instance)
 
     def _on_logged(self, sender: str, content: list[Any]) -> None:

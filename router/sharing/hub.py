@@ -21,7 +21,7 @@ These are exchanged only between routers::
 
     hello                                          a router has connected, and lacks the others' data
     limits         router, running, charged        the usage of the limits at a router
-    want_prefixes  router, asker                   a router that starts requests the prefixes of another
+    want_prefixes  router, asker                   a new router asks the other router for its prefixes
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Figures = Sequence[Any]
 
 
 class Hub:
-    """Forwards messages between the workers of this router, and between them and the other routers."""
+    """Forwards messages between the workers of this router, and between these workers and the other routers."""
 
     def __init__(self, name: str = "router", clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -80,7 +80,7 @@ class Hub:
         channel.send_message("state", self._trouble)
 
     def forget_worker(self, name: str) -> None:
-        """Remove the worker ``name``, which has ended; tell the other workers, and stop waiting for its answers."""
+        """Remove the worker ``name``, which has ended; notify the other workers, and stop waiting for its answers."""
         if self._workers.pop(name, None) is None:
             return
         self._forward(name, "gone", name)
@@ -151,7 +151,7 @@ class Hub:
         await done.wait()
 
     def list_records(self) -> dict[str, dict[str, Any]]:
-        """Return all records by key. Drop the records without renewal for ``STALE_SECONDS`` first."""
+        """Return all records by key. Before, drop the records that were not renewed for ``STALE_SECONDS``."""
         stale_before = self._clock() - STALE_SECONDS
         for key in [key for key, renewed_at in self._renewed_at.items() if renewed_at < stale_before]:
             del self._records[key], self._renewed_at[key]
@@ -163,7 +163,10 @@ class Hub:
             self.routers.send_message("limits", self.name, running, charged)
 
     def _on_record(self, source: str, key: str, record: Any) -> None:
-        """Merge a record with the stored one, and forward the result, also to a sender with an older part."""
+        """Merge a record with the stored record, and forward the result.
+
+        The sender gets the result, too, if a part of its record was older than the stored part.
+        """
         kept = self._keep_record(key, record)
         if kept is not None:
             self._forward(source, "keep", key, kept)
@@ -172,7 +175,7 @@ class Hub:
             self._send_to_worker(source, "keep", key, known)
 
     def _keep_record(self, key: str, record: Any) -> dict[str, Any] | None:
-        """Merge a record with the stored one, and store the result.
+        """Merge a record with the stored record, and store the result.
 
         Returns:
             The record that is stored now; None if ``record`` is invalid, or has no part later than the stored record.
@@ -204,7 +207,7 @@ class Hub:
 
         Args:
             key: name of the asker, and the id that it gave the query.
-            deliver: called with both parts of ``key`` and the answers, when all have answered or the time is over.
+            deliver: called with both parts of ``key`` and the answers, when all have answered or a time limit is over.
         """
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_query, key)
         asked = [name for name in workers if name != key[0]]

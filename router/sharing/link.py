@@ -45,7 +45,7 @@ class Link:
         self.name, self.is_first = name, is_first
         self.is_replacement, self.num_replaced = is_replacement, num_replaced
         self.is_alone = True
-        """Whether this is the only process, so that it never has peers."""
+        """Whether this process has no supervisor, and so never has peers."""
         self.trouble = ""
         """Why the other routers cannot be reached; ``""`` if they can be reached, or if there is no shared state."""
         self.is_leaving = False
@@ -88,7 +88,10 @@ class Link:
             callback()
 
     def subscribe_to_stop(self, callback: Callable[[float], None]) -> None:
-        """Call ``callback`` with the grace time in seconds when this process must end; immediately if that is known."""
+        """Call ``callback`` with the grace time in seconds when the supervisor orders this process to end.
+
+        If the supervisor has ordered this before, call ``callback`` immediately.
+        """
         self._stop_callback = callback
         if self._grace is not None:
             callback(self._grace)
@@ -126,7 +129,7 @@ class Link:
 
         Args:
             key: address of the instance.
-            record: the record. A part of it replaces the stored part only if its version is later; see ``records.py``.
+            record: the record. Only parts with a later version replace the stored parts; see ``records.py``.
         """
         self.send_message("keep", key, record)
 

@@ -1,4 +1,7 @@
-"""PrefixSync: keeps the same index of prefixes in all processes. Each process sends the others what it has placed."""
+"""PrefixSync: keeps the same index of prefixes in all processes.
+
+Each process sends the others the prompts that it has assigned to instances.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ _Prefixes = Mapping[str, Sequence[Any]]
 
 
 class PrefixSync:
-    """Sends the prompts that this process has placed to the other processes, and adds their prompts to the policies."""
+    """Sends the prompts that this process has assigned to instances to the other processes, and receives theirs.
+
+    The policies learn the received prompts as if this process had assigned them.
+    """
 
     def __init__(self, link: Link, policies: Mapping[Role, Policy]) -> None:
         self._link = link
@@ -72,7 +78,7 @@ class PrefixSync:
                 policy.note_chain(array("Q", data), key)
 
     def _load_prefixes(self, prefixes: _Prefixes) -> None:
-        """Load the prefixes for each policy that knows fewer prefixes. They replace the prefixes of this policy."""
+        """Replace the prefixes of each policy that knows fewer chunks than ``prefixes`` contains."""
         for role, (num_chunks, dump) in prefixes.items():
             try:
                 if num_chunks > self._policies[role].num_chunks:

@@ -230,7 +230,7 @@ class SharedState:
             self._check_silence()
 
     async def _exchange_records(self) -> None:
-        """Load the records from Redis, and send those that Redis lacks."""
+        """Load the records from Redis, and store there the records that Redis lacks."""
         members: list[Any] = sorted(await self._redis.smembers(self._instances))  # the same order in each run
         names = [self._record.encode() + member for member in members]
         stored: list[Any] = await self._redis.mget(names) if members else []
@@ -252,7 +252,7 @@ class SharedState:
                 self.send_message("keep", key, record)
 
     def _remove_charges(self) -> None:
-        """Remove charged tokens from the waiting messages. Charged late or twice, they would delay clients."""
+        """Remove charged tokens from the waiting messages, because charging clients late or twice would delay them."""
         uncharged = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
         self._waiting = deque(uncharged, MAX_WAITING)
 
@@ -318,7 +318,7 @@ class SharedState:
 
     def _on_router_message(self, sender: str, message: list[Any]) -> None:
         if message[0] not in _KINDS:  # the hub would accept the other types, too, which only its workers may send
-            raise ValueError(f"routers do not send messages of this kind: {message[0]!r}")
+            raise ValueError(f"the message has the type {message[0]!r}, which routers do not send")
         if message[0] == "publish":
             self._processes.setdefault(sender, set()).add(message[1])
         elif message[0] == "gone":

@@ -24,7 +24,7 @@ _NANOSECONDS = 1e9
 
 
 class ThreadTimes(NamedTuple):
-    """The state of a process's main thread, and for how long it has run and has waited, as the kernel counts."""
+    """The state of a process's main thread, and the seconds for which it ran and waited, as the kernel reports them."""
 
     state: str
     ran: float

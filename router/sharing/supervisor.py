@@ -55,7 +55,7 @@ LEAVING = "stopping: /ready returns 503; requests are accepted for %g s more, so
 
 
 class WorkerTask(NamedTuple):
-    """The data that a new worker gets."""
+    """The data that the supervisor gives a new worker."""
 
     settings: RouterSettings
     name: str
@@ -226,7 +226,10 @@ class Supervisor:
             self._stop_workers(0.0)
 
     def _on_lost(self, worker: _Worker) -> None:
-        """Stop passing connections to a worker that has closed its channel. ``_on_death`` handles its end."""
+        """Stop passing connections to a worker that has closed its channel.
+
+        ``_on_death`` handles the end of the worker's process.
+        """
         worker.is_ready = False
 
     def _on_death(self, worker: _Worker) -> None:
@@ -341,7 +344,7 @@ class Supervisor:
             self._accept_connections()
 
     def _list_by_load(self) -> list[_Worker]:
-        """Return the workers that may get a connection, by their number of connections; silent workers last."""
+        """Return the workers that may get a connection, sorted by their number of connections, silent workers last."""
         quiet_before = self._clock.now() - QUIET_SECONDS
         ready = [worker for worker in self._workers.values() if worker.is_ready]
         return sorted(ready, key=lambda worker: (worker.silence.began_at < quiet_before, worker.load))

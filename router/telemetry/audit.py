@@ -210,7 +210,8 @@ def _open_log(destination: str) -> _Output | None:
         os.set_blocking(descriptor, True)
     except OSError as exc:
         raise SettingsError(
-            f"log.access-log {destination}: {exc.strerror}; name a file, stderr, stdout or off"
+            f"log.access-log is {destination!r}, which cannot be opened: {exc.strerror}; it must be a file, stderr, "
+            "stdout or off"
         ) from exc
     return _Output(descriptor, owned=True)
 

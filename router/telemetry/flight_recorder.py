@@ -72,7 +72,7 @@ class FlightRecorder:
         Args:
             settings: the folder, and the minutes to record.
             registry: the instances.
-            name: name of this process; each process of the router has another one.
+            name: name of this process; each process of the router has a different name.
             list_progress: called with a time of ``time.perf_counter``. Returns the running requests that arrived, or
                 were sent to an instance, after this time.
 
@@ -255,7 +255,7 @@ def find_recordings(paths: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             files = sorted(path.glob(f"flight-*{_SUFFIX}"), key=lambda file: (find_ring(file), _OLD not in file.name))
             if not files:
-                raise RecordingError(f"{path} has no file of a flight recorder; such a file has a name with flight-")
+                raise RecordingError(f"{path} has no file of a flight recorder; its name would begin with flight-")
         else:
             older = path.with_name(find_ring(path) + _OLD)
             files = [older, path] if older.exists() else [path]

@@ -221,7 +221,7 @@ class RouterMetrics:
             durations.last.extend(seconds)
 
     def _count_workers(self, completions: Sequence[RequestRecord]) -> None:
-        """Count completions by the instances of the last attempt; ``""`` stands for a role that was not used."""
+        """Count completions by the instances of the last attempt; ``""`` is the key for a role that was not used."""
         for workers, added in Counter(map(_workers_of, completions)).items():
             count = self._inference.get(workers, 0)
             if not count and len(self._inference) >= self._max_series:
@@ -319,7 +319,7 @@ class RouterMetrics:
         yield CounterMetricFamily("router_worker_restarts", text, self._num_replaced)
 
     def _forget_gone_instances(self) -> None:
-        """Delete the counters of removed instances, and of pairs with a removed one. A restart removes no instance."""
+        """Delete the counters of removed instances and of their pairs. A restart does not remove an instance."""
         known = {"", *(instance.key for instance in self._registry)}
         self._inference = {who: count for who, count in self._inference.items() if known.issuperset(who[:3])}
         for counts in (self._retries, self._aborts, self._preemptions, self._resumptions, self._computed_twice):

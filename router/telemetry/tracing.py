@@ -206,7 +206,7 @@ def _describe_request(record: RequestRecord, trace: RequestTrace) -> dict[str, A
 
 
 def _find_trouble(record: RequestRecord) -> str:
-    """Return why the request failed, in one sentence; "" if it succeeded, or was refused as a mistake of the client."""
+    """Return why the request failed, in one sentence; "" if it succeeded, or if the client made a mistake."""
     if not record.error and record.status < 500:
         return ""
     last = record.attempts[-1].ended if record.attempts else ""

@@ -254,7 +254,7 @@ def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | N
     """Return the number of prompt tokens by origin; None if the instance does not report its prompt tokens.
 
     Args:
-        takes_over: whether tokens from outside were transferred from a prefill instance, not read from the pool.
+        takes_over: whether the instance gets KV from a prefill instance, not from the pool.
     """
     if counted := samples.get("kvstore_prompt_tokens_total"):
         by_origin = _sum_by(counted, "origin")

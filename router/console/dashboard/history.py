@@ -51,7 +51,10 @@ class Moment:
     trouble: str = ""
     """Why the router's metrics are missing, in one sentence; ``""`` if they are known."""
     listing_trouble: str = ""
-    """Why the router does not list its instances, in one sentence: it requires its admin token; ``""`` if it does."""
+    """Why the router does not list its instances, in one sentence; ``""`` if it lists them.
+
+    The reason is that the router requires its admin token.
+    """
     instances: Mapping[str, InstanceReport] = field(default_factory=dict)
     masters: tuple[MasterReport, ...] = ()
 
@@ -156,7 +159,7 @@ class History:
 
 
 def _thin_moments(moments: Sequence[Moment], span: Span) -> list[Moment]:
-    """Return the first and the last poll in each piece of a span, and the polls before and after a change of sources.
+    """Return the first and the last poll in each piece of a span, and the polls around a change of ``_list_sources``.
 
     The increase of counters between these polls is the same as over all polls. With fewer polls, the time for counting
     depends little on the length of the span.
@@ -179,7 +182,10 @@ def _list_sources(moment: Moment) -> list[str]:
 def _count_steps(
     moments: Sequence[Moment], read: Callable[[Moment], Mapping[str, Mapping[K, float]]]
 ) -> Iterator[tuple[float, dict[K, float]]]:
-    """Yield, for each poll, its time and the increase of counters since the last poll that had the same source."""
+    """Yield, for each poll, its time and the sum of the counters' increases.
+
+    The increase of a source's counters begins at the last poll in which this source responded.
+    """
     known: dict[str, Mapping[K, float]] = {}
     for moment in moments:
         grown: dict[K, float] = {}

@@ -97,7 +97,7 @@ def make_parser() -> FlagParser:
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help="file with a client's API key for the view Try it, if the router requires one",
+        help="file with a client's API key for the view 'Try it', if the router requires a key",
     )
     add_interval_flag(parser)
     return parser

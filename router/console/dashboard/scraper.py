@@ -35,7 +35,7 @@ class Scraper:
     def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
         """
         Args:
-            verify: TLS context with the trusted authorities for instances that use HTTPS; True: those of the system.
+            verify: TLS context with the trusted authorities for instances that use HTTPS; True: the system's.
         """
         self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, verify=verify)
 

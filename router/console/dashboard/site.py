@@ -81,7 +81,7 @@ class _HostGuard:
     """Accepts only requests whose host is an IP address, ``localhost`` or the configured name.
 
     This prevents DNS rebinding: the owner of another site could let its host name point to this machine. The browser of
-    a visitor would then treat both as one origin, and the other site could read this page.
+    a visitor would then treat both sites as one origin, and the other site could read this page.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:

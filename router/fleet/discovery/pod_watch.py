@@ -106,7 +106,7 @@ class PodWatch:
             pause = min(LAST_PAUSE_SECONDS, 2 * pause)
 
     async def _list_pods(self) -> None:
-        """List the pods, which replace the known pods."""
+        """Fetch the list of pods, and replace the known pods with it."""
         tls = self._read_credentials()[1]
         self._pool = ConnectionPool(tls)
         documents: list[dict[str, Any]] = []
@@ -213,7 +213,10 @@ class PodWatch:
         return token, read_authorities(str(self._account / "ca.crt"), "manager.kubernetes-account")
 
     def _note_trouble(self, sentence: str) -> None:
-        """Record why the watch failed. Log it if it is the first failure, or a new one before the first list."""
+        """Record why the watch failed.
+
+        The first failure after a success is logged. Until the pods have been listed once, each different failure is.
+        """
         if self.trouble != sentence and (not self.trouble or not self.was_listed):
             known = f"; the instances of the {len(self.pods)} known pods stay registered" if self.was_listed else ""
             _log.error("service discovery: %s%s; trying again", sentence, known)

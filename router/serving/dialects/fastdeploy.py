@@ -17,7 +17,7 @@ __all__ = ["FastDeployPair", "disaggregate_info", "plan_fastdeploy"]
 
 
 def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, Any]:
-    """Return the member ``disaggregate_info``, with which each engine of a pair knows the other's addresses."""
+    """Return the member ``disaggregate_info``, which gives the engines of a pair each other's addresses."""
     one_host = prefill.address.host == decode.address.host
     shared = set(prefill.transfer_protocol) & set(decode.transfer_protocol)
     use_ipc = one_host and "ipc" in shared and prefill.tp_size == decode.tp_size

@@ -53,5 +53,5 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegPlan:
 
 
 def plan_by_header(parsed: ParsedRequest, request_id: str) -> LegPlan:
-    """Return the changes of a request for one instance, not a pair, which reads the request's id from a header."""
+    """Return the changes of a request for one instance, not a pair. A header contains the request's id."""
     return LegPlan(NO_MEMBERS, members_to_strip(parsed), request_id_header(request_id))

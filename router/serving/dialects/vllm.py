@@ -3,12 +3,12 @@
 - Our own connector: prefill first, then decode finds the blocks in the pool. Prefill's request announces that decode
   follows (``do_remote_decode``), so that prefill responds when its blocks can be read. Decode's request has no such
   parameters.
-- NixlConnector: prefill first. Its response says where its blocks are, and this is copied into decode's request.
-  Prefill stores the blocks until decode fetches them, for at most 30 s.
-- MooncakeConnector: both together. The router creates a ``transfer_id`` for both, and gets the id of prefill's engine
-  from prefill's bootstrap server before.
+- NixlConnector: prefill first. Prefill's response says where its blocks are, and the router copies this into decode's
+  request. Prefill stores the blocks until decode fetches them, for at most 30 s.
+- MooncakeConnector: both at the same time. Before, the router creates a ``transfer_id`` for both, and gets the id of
+  prefill's engine from prefill's bootstrap server.
 
-Source: vLLM 0.32, ``distributed/kv_transfer/kv_connector/v1`` and its example proxies; observed in runs of it.
+Source: vLLM 0.32, ``distributed/kv_transfer/kv_connector/v1`` and its example proxies; observed in runs of vLLM.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class NixlPair(Pair):
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
         if _PARAMS.search(answer) or (prefill.prompt_tokens or 0) < MIN_HANDED_OVER_TOKENS:
             return ""
-        return "prefill's response has no kv_transfer_params; was it started with NixlConnector?"
+        return "prefill's response has no kv_transfer_params; start prefill with NixlConnector"
 
 
 class BootstrapServer:
@@ -142,7 +142,7 @@ class MooncakePair(Pair):
         _require_one_sequence(parsed)
         if parsed.api.may_end_early:
             # If prefill's only token ends the response, it transfers nothing, and this API has no ``ignore_eos``.
-            raise NotAsPair("a request to an API without ignore_eos", decode_serves_alone=True)
+            raise NotAsPair("the API of the request has no ignore_eos", decode_serves_alone=True)
         engines = self._bootstrap.engines
         if not engines:
             raise NotReady(self._bootstrap.learn_engines)
@@ -175,4 +175,4 @@ def _require_one_sequence(parsed: ParsedRequest) -> None:
     embedded = parsed.body.members.get("prompt_embeds")  # prompts in addition to those in ``prompt``
     embeds_several = isinstance(embedded, list) or (embedded and parsed.body.members.get("prompt"))
     if parsed.samples > 1 or parsed.num_prompts > 1 or embeds_several:
-        raise NotAsPair("a request for several answers", decode_serves_alone=True)
+        raise NotAsPair("the request is for several answers", decode_serves_alone=True)

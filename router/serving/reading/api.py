@@ -46,7 +46,7 @@ class EngineIds(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """The id without the index."""
+        """The id of the request at an engine, without the index of a sequence."""
         return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
 
     def list_ids(self) -> list[str]:

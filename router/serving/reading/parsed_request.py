@@ -56,7 +56,7 @@ _IN_EXTRA = frozenset(("kv_transfer_params", "ec_transfer_params"))
 
 
 class RequestHead:
-    """A parsed head of a request. Other code only reads its attributes."""
+    """The parsed head (request line and headers) of a client's request. Other code only reads its attributes."""
 
     __slots__ = ("client_ids", "forwarded", "headers", "line", "sent_id", "session", "tag", "trace_id")
 
@@ -164,7 +164,7 @@ class ParsedRequest:
         self.model = b""
         """The member ``model`` with the model's name if the client sent an alias; else ``b""``."""
         self.api: Api = _NO_API
-        """How the endpoint's bodies differ from those of others; an empty ``Api`` if it generates no tokens."""
+        """Properties of the endpoint's bodies; an empty ``Api`` if the endpoint generates no tokens."""
         self.stored_id = ""
         """Id of the stored response that the request continues or accesses; ``""`` if there is none."""
         self.wants_stream = False
@@ -231,13 +231,16 @@ class ParsedRequest:
 
     @property
     def is_batch(self) -> bool:
-        """Whether the request has a list of prompts, which may have only one entry. Not for FastDeploy."""
+        """Whether the request has a list of prompts, which may have only one entry.
+
+        Do not use this for FastDeploy, where a list may be a single prompt.
+        """
         prompts = self._find_prompts()
         return isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts. Not for FastDeploy."""
+        """Number of prompts. Do not use this for FastDeploy; see ``is_batch``."""
         return len(self._find_prompts()) if self.body is not None and self.is_batch else 1
 
     def _find_prompts(self) -> Any:

@@ -1,4 +1,4 @@
-"""Reads from the headers of a request the id of its session, and the id of the session that started that one."""
+"""Reads the id of a request's session, and the id of the parent session that started it, from the headers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_SESSION = Session("", "")
 
 
 class SessionHeader(NamedTuple):
-    """A header with a session's id, and headers with the parent's id, of which the first one that is present counts."""
+    """A header with a session's id, and headers with the parent's id, of which the first that a client sends counts."""
 
     name: bytes
     parents: tuple[bytes, ...] = ()

@@ -119,8 +119,8 @@ def count_remaining(members: Mapping[str, Any], generated: int) -> int | None:
 def _count_reasoning(merger: Merger) -> dict[str, int]:
     """Return FastDeploy's limits of reasoning and of the text after it, minus the tokens that were already generated.
 
-    FastDeploy counts only tokens that the request itself generates. Whether it reasons depends on the end of the
-    prompt.
+    FastDeploy counts only tokens that the request itself generates. The end of the prompt decides whether the request
+    begins with reasoning.
 
     Raises:
         CannotContinue: the remaining limits are not known exactly.

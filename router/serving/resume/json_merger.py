@@ -86,7 +86,7 @@ class ResponseMerger:
 
     @property
     def has_earlier_segments(self) -> bool:
-        """Whether the next segment continues earlier segments. If false, the response begins again."""
+        """Whether the next segment continues earlier segments. If false, the next segment begins the response."""
         return bool(self._ids)
 
     def note_cached(self, figures: Mapping[str, int]) -> None:
@@ -153,14 +153,20 @@ class ResponseMerger:
         self._ids, self._text = [], ""
 
     def _drop_last(self, ids: list[int]) -> None:
-        """Drop the last id, because the text ends within a character. After too many dropped ids, begin again."""
+        """Drop the last id, because the text ends within a character.
+
+        After too many dropped ids, discard all tokens, so that the response is generated from the beginning.
+        """
         if len(self._ids) - len(ids) < MAX_UNFINISHED_TOKENS and len(ids) > 1:
             self.ids_to_detokenize = ids[:-1]
         else:
             self._begin_again()
 
     def _rule_out_stops(self) -> None:
-        """Begin again if the text ends with the start of a stop string, because the next engine would miss the stop."""
+        """Discard all tokens if the text ends with the beginning of a stop string.
+
+        The next engine would not recognise this stop string, so the response is generated from the beginning.
+        """
         stop = self._body.members.get("stop")
         strings = stop if isinstance(stop, list) else [stop]
         if any(self._text.endswith(s[:length]) for s in strings if isinstance(s, str) for length in range(1, len(s))):

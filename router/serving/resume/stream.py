@@ -164,7 +164,7 @@ class StreamMerger:
 
     @property
     def has_earlier_segments(self) -> bool:
-        """Whether the next segment continues earlier segments. If false, the stream begins again."""
+        """Whether the next segment continues earlier segments. If false, the next segment begins the stream."""
         return bool(self.shown_ids)
 
     def drop_last(self, count: int) -> None:
@@ -227,7 +227,7 @@ class StreamMerger:
         return strip_token_ids(event) if has_ids else event
 
     def must_parse(self, events: bytes) -> bool:
-        """Return whether each of these events must be parsed: they may end the segment, or must be rewritten."""
+        """Return whether ``events`` must be parsed: one may end the segment, or all must be rewritten."""
         if self._segment > 0 or self._client_wants_ids:
             return True
         # ``find`` is faster than ``in``, which first tries to use bytes as a number (half a microsecond).
@@ -319,7 +319,7 @@ class StreamMerger:
         self._usual.clear()
 
     def _fold_usual(self) -> None:
-        """Store the ids of the usual events, and their text if ``keeps_prompt``."""
+        """Store the ids of the events that match the template, and their text if ``keeps_prompt``."""
         texts, ids = zip(*self._usual, strict=True)
         try:
             text = orjson.loads(b'"%s"' % b"".join(texts))

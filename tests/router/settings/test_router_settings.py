@@ -23,7 +23,7 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("port", 65536, "server.port is 65536; it must be a port, 1 to 65535, or 0 for a free one"),
+        ("port", 65536, "server.port is 65536; it must be a port, 1 to 65535, or 0 for any free port"),
         ("policy", "randon", "scheduler.policy is 'randon'; it must be one of"),
         ("policy", "randon", "did you mean random?"),
         ("shutdown_grace_secs", 0.0, "server.shutdown-grace-secs is 0; it must be a number of seconds above 0"),
@@ -32,7 +32,7 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
         ("service_discovery", "k9s", "did you mean k8s?"),
         ("service_discovery", "kubernetes", "but no pods are selected; set manager.selector"),
         ("selector", ("app=kv",), "manager.selector is 'app=kv', but service discovery is off"),
-        ("service_discovery_port", 65536, "it must be a port, 1 to 65535, or 0 for the one that a pod names"),
+        ("service_discovery_port", 65536, "it must be a port, 1 to 65535, or 0 for the port that the pod names"),
         ("request_timeout_secs", 0.0, "server.request-timeout-secs is 0; it must be a number of seconds above 0"),
         ("eviction_duration_mins", 0.0, "it must be a number of minutes above 0"),
         ("waiting_weight", float("inf"), "scheduler.waiting-weight is inf; it must be 0 or more"),

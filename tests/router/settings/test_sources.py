@@ -317,7 +317,7 @@ def test_what_is_wrong_in_that_file_is_one_sentence(tmp_path: Path, text: str, s
 
 
 def test_one_file_is_given_not_two() -> None:
-    with pytest.raises(SettingsError, match="--config and --config_path: give one of them"):
+    with pytest.raises(SettingsError, match="--config and --config_path are both given"):
         load_settings(["--config", "a", "--config-path", "b"], {})
 
 
@@ -377,8 +377,8 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         (["--splitwize"], "--splitwize is not a flag of this program; did you mean --splitwise?"),
         (["--port", "x"], "--port is 'x'; it must be a whole number"),
         (["--port"], "--port: expected one argument"),
-        (["--port", "70000"], "server.port is 70000; it must be a port, 1 to 65535, or 0 for a free one"),
-        (["--port", "-1"], "server.port is -1; it must be a port, 1 to 65535, or 0 for a free one"),
+        (["--port", "70000"], "server.port is 70000; it must be a port, 1 to 65535, or 0 for any free port"),
+        (["--port", "-1"], "server.port is -1; it must be a port, 1 to 65535, or 0 for any free port"),
         (["--port", "1" * 5000], "it must be a whole number"),
         (["--policy", "round_robbin"], "scheduler.policy is 'round_robbin'; it must be one of"),
         (["--policy", "round_robbin"], "did you mean round_robin?"),

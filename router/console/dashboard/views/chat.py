@@ -42,7 +42,10 @@ class _Conversation:
         self._context = context
         self._messages: list[dict[str, str]] = []
         self._reading: asyncio.Future[None] | None = None
-        text = "Ask a question through the router, and see where its prompt came from. The next prompt finds it cached."
+        text = (
+            "Ask a question through the router, and see where its prompt came from. The next prompt begins with this "
+            "prompt, which is then cached."
+        )
         put_head("Try it", text)
         self._banner = Banner()
         with ui.element("section").classes("card").props('aria-label="Conversation"'):

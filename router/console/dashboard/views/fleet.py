@@ -230,7 +230,8 @@ class _Row:
             put_text("h2", f"Weight of {self._key}")
             put_text(
                 "p",
-                "Factor for the instance's share of the requests. With 0, it gets only what no other can serve.",
+                "Factor for the instance's share of the requests. With 0, it gets only requests that no other instance "
+                "can serve.",
                 "note",
             )
             number = ui.number("Weight, 0 to 1", value=self._weight, min=0, max=1, step=0.05, format="%.2f").props(
@@ -270,7 +271,7 @@ class _Row:
 
 
 def draw_trends(history: History, span: Span, reports: Sequence[InstanceReport]) -> dict[str, str]:
-    """Return the HTML of small lines with the values of each instance over time, by key; ``""`` without its metrics."""
+    """Return, by key, the HTML of small charts of each instance's values; ``""`` if its metrics are not known."""
     pieces, unknown = history.count_pieces(span, count_work), history.count_unknown_pieces(span)
     drawn = {}
     for report in reports:

@@ -56,7 +56,7 @@ def put_button(text: str, on_click: Any, kind: str = "") -> ui.button:
 
 
 def put_head(title: str, lead: str) -> ui.element:
-    """Put the head of a view, with space for a selector next to its text."""
+    """Put the head of a view, with space for a selector next to the text ``lead``."""
     with ui.element("div").classes("head") as head, ui.element("div"):
         put_text("h1", title)
         put_text("p", lead, "lead")
@@ -127,7 +127,11 @@ def draw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seq
 
 
 def draw_facts(facts: Mapping[str, str]) -> str:
-    """Return the HTML of a row of facts, by name. Empty facts are omitted."""
+    """Return the HTML of a row of facts, each with its name. Facts with an empty text are omitted.
+
+    Args:
+        facts: the text of each fact, by its name.
+    """
     listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items() if value
     )
