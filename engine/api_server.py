@@ -65,7 +65,7 @@ def _list_ports(args: EngineArgs) -> dict[str, int]:
 def _load_instance(args: EngineArgs, around: Surroundings, connector: socket) -> Instance:
     """Create the instance and load its model.
 
-    The import is here because it loads torch and transformers, which takes seconds of CPU time.
+    ``engine.serving.instance`` is imported only here, because it loads torch and transformers, which takes seconds.
     """
     from engine.serving.instance import Instance
 

@@ -130,13 +130,13 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
     for name in IN_FLOAT32:
         if name in values["without_effect"] and values["dtype"] != "float32":
             raise ConfigError(
-                f"{name}: this engine computes all of a model in one dtype; give --dtype float32, or leave it out"
+                f"{name}: this engine computes all of a model in one dtype; add --dtype float32, or leave {name} out"
             )
     if values["without_effect"]:
         remarks.append(f"these flags of FastDeploy have no effect here: {', '.join(values['without_effect'])}")
     values["remarks"] = tuple(remarks)
     if values["tokenizer"] not in ("", None, values["model"]):
-        raise ConfigError(f"--tokenizer {values['tokenizer']}: the tokenizer of --model is used; leave it out")
+        raise ConfigError(f"--tokenizer {values['tokenizer']}: the tokenizer of --model is used; leave the flag out")
     values["served_model_name"] = values["served_model_name"] or values["model"]
     values["cache_transfer_protocol"] = _parse_protocols(values["cache_transfer_protocol"])
     if any(environ.get("FD_API_KEY", "").split(",")):
@@ -175,13 +175,13 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML file with flags, such as max_model_len: 4096; the command line overrides it",
     )
-    add("--tokenizer", help="must equal --model")
-    add("--metrics-port", type=_parse_port, help="a second port, such as for /metrics")
+    add("--tokenizer", help="no other value than that of --model is accepted")
+    add("--metrics-port", type=_parse_port, help="second port with the same HTTP paths, for example for /metrics")
     add(
         "--metrics-dialect",
         choices=("fastdeploy", "vllm"),
         default="fastdeploy",
-        help="vllm: /metrics also has what schedulers read from vLLM, under vLLM's names",
+        help="vllm: /metrics also has the metrics that schedulers read from vLLM, with vLLM's names",
     )
     add("--log-level", choices=_LOG_LEVELS, help="level of the log; FD_DEBUG=1 also sets debug")
     _add_batch_flags(parser)
@@ -227,16 +227,21 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let HTTP requests free the weights and load them again (/v1/sleep, /v1/update_weights)",
     )
-    add("--tensor-parallel-size", "-tp", type=_parse_positive, default=1, help="only 1")
+    add("--tensor-parallel-size", "-tp", type=_parse_positive, default=1, help="number of devices; only 1 is supported")
 
 
 def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("cached blocks and the pool").add_argument
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse prefixes")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse KV blocks of equal prefixes",
+    )
     add(
         "--kvcache-storage-backend",
         type=_parse_store,
-        help=f"the pool: {', '.join(_STORES)}, or a URL such as file:///dev/shm/kvpool?size=4GiB; not given: none",
+        help=f"the pool: {', '.join(_STORES)}, or a URL such as file:///dev/shm/kvpool?size=4GiB; not given: no pool",
     )
     add(
         "--enable-output-caching",
@@ -258,7 +263,7 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--cache-transfer-protocol",
         default="ipc",
-        help="ipc, rdma, tcp, or several with commas; reported to the router",
+        help="protocol of direct transfers: ipc, rdma, tcp, or several with commas; reported to the router",
     )
     add(
         "--handover-memory",
@@ -266,7 +271,12 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
         default=2 << 30,
         help="host memory for prompts that arrive at a decode instance with a GPU; further prompts use the pool [2GiB]",
     )
-    add("--pd-comm-port", type=_parse_port, default=0, help="connector port: prefill instances connect to it")
+    add(
+        "--pd-comm-port",
+        type=_parse_port,
+        default=0,
+        help="connector port, to which prefill instances connect; 0: any free port",
+    )
 
 
 def _add_router_flags(parser: argparse.ArgumentParser) -> None:
@@ -275,8 +285,8 @@ def _add_router_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--router-token-file",
         type=Path,
-        help="with the token that the router requires for registrations (its --register-token-file); "
-        f"or {_TOKEN_VARIABLE}",
+        help="file with the token that the router requires for registrations (the router's --register-token-file); "
+        f"the variable {_TOKEN_VARIABLE} has the same effect",
     )
     add("--engine-worker-queue-port", type=_parse_port, default=0, help="reported to the router; not used otherwise")
     add("--rdma-comm-ports", help="reported to the router; not used otherwise")
@@ -293,17 +303,17 @@ def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
 
     def add_value(name: str, parse: Callable[[str], object], text: str) -> None:
         variable = _RETRIEVAL_VARIABLES.get(name)
-        also = f"; or {variable}" if variable else ""
+        also = f"; or the variable {variable}" if variable else ""
         add(f"--retrieval-{name.replace('_', '-')}", type=parse, help=f"{text} [{getattr(default, name)}{also}]")
 
     add_value("init_tokens", _parse_tokens, "tokens at the beginning that are always read")
     add_value("local_tokens", _parse_tokens, "tokens at the end that are always read; more than a block")
-    add_value("topk_percent", _parse_share, "share of the blocks between that a step reads")
+    add_value("topk_percent", _parse_share, "share of all other blocks that a step reads")
     add_value("dense_boundary", _parse_tokens, "prompts with fewer tokens use full attention")
     add_value("offload_boundary", _parse_tokens, "the blocks of longer prompts move to host memory")
     add_value("representative", str, f"representative of a block: {', '.join(REPRESENTATIVES)}")
     add_value("stride", _parse_positive, "number of steps that use one selection of blocks")
-    add_value("dense_layers", _parse_number, "first layers that read every block")
+    add_value("dense_layers", _parse_number, "number of first layers that read every block")
 
 
 def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> RetrievalConfig | None:
@@ -326,20 +336,22 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
         asked = "--enable-retrieval" if values["enable_retrieval"] else "VLLM_PLUGINS names retrieval"
         raise ConfigError(
             f"{asked}: no prompt reaches --retrieval-dense-boundary {config.dense_boundary} with "
-            f"--max-model-len {values['max_model_len']}; raise one or lower the other"
+            f"--max-model-len {values['max_model_len']}; raise --max-model-len or lower the boundary"
         )
     return config
 
 
 def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
-    """Handle settings of sparse attention while it is off: refuse flags, and log a warning for variables.
+    """Handle settings of sparse attention if it is off: refuse flags, and log a warning for variables.
 
     Args:
         given: names of the settings that were given as flags.
         named: names of the settings that were given as variables.
     """
     for name in given:
-        raise ConfigError(f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add it")
+        raise ConfigError(
+            f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add that flag"
+        )
     if named:
         variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
         log.warning("Retrieval is off, so these variables have no effect: %s; add --enable-retrieval", variables)
@@ -397,7 +409,7 @@ def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> P
     """
     if values["router"] is None:
         if values["router_token_file"] is not None:
-            raise ConfigError("--router-token-file has no effect without --router; add it")
+            raise ConfigError("--router-token-file has no effect without --router; add --router")
         return None
     named = environ.get(_TOKEN_VARIABLE)
     return values["router_token_file"] or (Path(named) if named else None)
@@ -406,7 +418,7 @@ def _find_token_file(values: Mapping[str, Any], environ: Mapping[str, str]) -> P
 def _read_debug(environ: Mapping[str, str]) -> bool:
     value = environ.get("FD_DEBUG", "0")
     if value not in ("0", "1", ""):
-        raise ConfigError(f"FD_DEBUG={value!r}: set it to 1 for debug logs or to 0")
+        raise ConfigError(f"FD_DEBUG={value!r}: set it to 1 for debug logs, or to 0 for none")
     return value == "1"
 
 

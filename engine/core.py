@@ -144,7 +144,7 @@ class EngineCore:
 
     @property
     def holds_stop_up(self) -> str:
-        """What ``stop`` waits for now, as a text for the log: the running step, saves to the pool, or its client."""
+        """A text for the log about what ``stop`` waits for: the running step, saves to the pool, or the pool's client."""
         if self.is_alive:
             return "the running step"
         if self._connector and (count := self._connector.pending_save_blocks):
@@ -237,8 +237,8 @@ class EngineCore:
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Release a reservation. Any thread may call this, after all writes of other instances to its blocks.
 
-        With ``clear`` another instance may have written to the blocks. They are then set to zero, because a partly
-        written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
+        With ``clear`` the blocks are set to zero. This is necessary if another instance may have written to them: a
+        partly written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
         """
 
         def run() -> None:
@@ -301,7 +301,7 @@ class EngineCore:
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when other instances can read all blocks that were saved so far. Any thread may call this.
 
-        ``callback`` is called on any thread. This takes a few seconds at most; if the pool writes each block before it
+        ``callback`` is called on any thread, after a few seconds at most; if the pool writes each block before it
         confirms the save, ``callback`` is called immediately.
         """
         if self._connector:
@@ -341,7 +341,7 @@ class EngineCore:
                     self._run_step(chunks)
             except Exception:
                 # A failed step must not end the instance: its sequences fail, the others continue.
-                log.exception("A step failed; the requests in it end with an error")
+                log.exception("A step failed; the requests in this step end with an error")
                 failed = list(self.scheduler.running)
                 for sequence in failed:
                     self._end_sequence(sequence, "error")

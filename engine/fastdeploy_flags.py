@@ -1,4 +1,4 @@
-"""FastDeploy's flags that this engine does not have. A flag without effect here is accepted, another one is refused.
+"""FastDeploy's flags that this engine does not have. Flags without effect here are accepted, others are refused.
 
 So FastDeploy's command lines work unchanged, with their abbreviations and ``--config FILE``. If a flag requests a
 behaviour that this engine does not have, the message says what to do instead.
@@ -54,44 +54,48 @@ _FOLDER = "weights come from the folder of --model"
 _FLAGS: dict[str, _Flag] = {
     # The API server.
     **dict.fromkeys(("--workers", "--max-concurrency", "--timeout", "--timeout-graceful-shutdown"), _VALUE),
-    "--controller-port": _only("-1", remedy="this engine has no controller server; leave it out"),
-    "--max-waiting-time": _only("-1", remedy="requests wait until their clients disconnect; leave it out"),
-    "--enable-mm-output": _refuse("this engine answers in text only; leave it out", 0),
+    "--controller-port": _only("-1", remedy="this engine has no controller server; leave the flag out"),
+    "--max-waiting-time": _only("-1", remedy="requests wait until their clients disconnect; leave the flag out"),
+    "--enable-mm-output": _refuse("this engine answers in text only; leave the flag out", 0),
     "--api-key": _refuse(
         "this engine checks no API keys; give the keys to the router, and let only the router reach the instance"
     ),
     # The model.
     **dict.fromkeys(("--revision", "--use-warmup", "--model-impl", "--seed", "--max-logprobs"), _VALUE),
     **dict.fromkeys(("--enable-logprob", "--lm_head-fp32", "--moe-gate-fp32", "--enable-mm"), _SWITCH),
-    "--model-config-name": _only("config.json", remedy="the configuration is read from config.json; leave it out"),
-    "--tokenizer-base-url": _refuse("the checkpoint's own tokenizer is used; leave it out"),
-    "--task": _only("generate", remedy="this engine generates text only; leave it out"),
-    "--runner": _only("auto", "generate", remedy="this engine generates text only; leave it out"),
-    "--convert": _only("auto", "none", remedy="this engine generates text only; leave it out"),
-    "--override-pooler-config": _refuse("this engine generates text only; leave it out"),
+    "--model-config-name": _only(
+        "config.json", remedy="the configuration is read from config.json; leave the flag out"
+    ),
+    "--tokenizer-base-url": _refuse("the checkpoint's own tokenizer is used; leave the flag out"),
+    "--task": _only("generate", remedy="this engine generates text only; leave the flag out"),
+    "--runner": _only("auto", "generate", remedy="this engine generates text only; leave the flag out"),
+    "--convert": _only("auto", "none", remedy="this engine generates text only; leave the flag out"),
+    "--override-pooler-config": _refuse("this engine generates text only; leave the flag out"),
     **dict.fromkeys(
         ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--max-encoder-cache", "--max-processor-cache"), _VALUE
     ),
     "--deploy-modality": _VALUE,
-    "--reasoning-parser": _refuse("reasoning is a part of the answer here; leave it out"),
-    "--chat-template": _refuse("messages are rendered by the checkpoint's own template; leave it out"),
-    "--tool-call-parser": _refuse("a tool call is a part of the answer's text here; leave it out"),
-    "--tool-parser-plugin": _refuse("a tool call is a part of the answer's text here; leave it out"),
-    "--load-strategy": _only("normal", remedy=f"{_FOLDER}; leave it out"),
-    "--rsync-config": _refuse(f"{_FOLDER}; leave it out"),
-    "--load-choices": _only("default", "default_v1", remedy=f"{_FOLDER}; leave it out"),
-    "--quantization": _refuse("this engine uses the checkpoint's weights unchanged; leave it out"),
+    "--reasoning-parser": _refuse("reasoning is a part of the answer here; leave the flag out"),
+    "--chat-template": _refuse("messages are rendered by the checkpoint's own template; leave the flag out"),
+    "--tool-call-parser": _refuse("a tool call is a part of the answer's text here; leave the flag out"),
+    "--tool-parser-plugin": _refuse("a tool call is a part of the answer's text here; leave the flag out"),
+    "--load-strategy": _only("normal", remedy=f"{_FOLDER}; leave the flag out"),
+    "--rsync-config": _refuse(f"{_FOLDER}; leave the flag out"),
+    "--load-choices": _only("default", "default_v1", remedy=f"{_FOLDER}; leave the flag out"),
+    "--quantization": _refuse("this engine uses the checkpoint's weights unchanged; leave the flag out"),
     # Computation and sampling.
     **dict.fromkeys(("--speculative-config", "--graph-optimization-config", "--benchmark-metrics-config"), _VALUE),
     "--plas-attention-config": _refuse("this engine has another sparse attention: --enable-retrieval"),
-    "--guided-decoding-backend": _only("off", remedy="this engine does not support structured output; leave it out"),
+    "--guided-decoding-backend": _only(
+        "off", remedy="this engine does not support structured output; leave the flag out"
+    ),
     "--guided-decoding-disable-any-whitespace": _VALUE,
-    "--enable-keep-sampling-mask": _refuse("this engine does not report the sampling mask; leave it out", 0),
-    "--logprobs-mode": _only("raw_logprobs", remedy="this engine reports raw log probabilities; leave it out"),
-    "--enable-early-stop": _refuse("this engine does not detect repetitions; leave it out", 0),
-    "--early-stop-config": _refuse("this engine does not detect repetitions; leave it out"),
-    "--logits-processors": _refuse("this engine does not support logits processors; leave it out", "+"),
-    "--enable-entropy": _refuse("this engine does not report entropy; leave it out", 0),
+    "--enable-keep-sampling-mask": _refuse("this engine does not report the sampling mask; leave the flag out", 0),
+    "--logprobs-mode": _only("raw_logprobs", remedy="this engine reports raw log probabilities; leave the flag out"),
+    "--enable-early-stop": _refuse("this engine does not detect repetitions; leave the flag out", 0),
+    "--early-stop-config": _refuse("this engine does not detect repetitions; leave the flag out"),
+    "--logits-processors": _refuse("this engine does not support logits processors; leave the flag out", "+"),
+    "--enable-entropy": _refuse("this engine does not report entropy; leave the flag out", 0),
     # Devices.
     **dict.fromkeys(
         (
@@ -105,15 +109,15 @@ _FLAGS: dict[str, _Flag] = {
     **dict.fromkeys(("--shutdown-comm-group-if-worker-idle", "--enable-overlap-schedule"), _BOOLEAN),
     "--data-parallel-size": _only("1", remedy=f"{_PARALLEL}; start several instances behind a router"),
     "--local-data-parallel-id": _only("0", remedy=f"{_PARALLEL}; start several instances behind a router"),
-    "--ips": _only("127.0.0.1", "0.0.0.0", "localhost", remedy=f"{_PARALLEL}; leave it out"),
-    "--routing-replay-config": _refuse("this engine does not record the routes of experts; leave it out"),
+    "--ips": _only("127.0.0.1", "0.0.0.0", "localhost", remedy=f"{_PARALLEL}; leave the flag out"),
+    "--routing-replay-config": _refuse("this engine does not record the routes of experts; leave the flag out"),
     # KV cache.
     **dict.fromkeys(
         ("--kv-cache-ratio", "--swap-space", "--prealloc-dec-block-slot-num-threshold", "--static-decode-blocks"),
         _VALUE,
     ),
     "--cache-queue-port": _VALUE,
-    "--write-policy": _only("write_through", remedy="blocks are written through; leave it out"),
+    "--write-policy": _only("write_through", remedy="blocks are written through; leave the flag out"),
     # Chunked prefill; this engine always computes prompts in chunks.
     **dict.fromkeys(("--enable-chunked-prefill", "--disable-chunked-mm-input"), _SWITCH),
     **dict.fromkeys(
@@ -131,18 +135,18 @@ _FLAGS: dict[str, _Flag] = {
     },
 }
 
-_LIMITS = "the request or the checkpoint's generation_config.json sets the end of an answer; leave it out"
-_ANSWERS = "answers are always streamed as they are generated; leave it out"
+_LIMITS = "the request or the checkpoint's generation_config.json sets the end of an answer; leave the flag out"
+_ANSWERS = "answers are always streamed as they are generated; leave the flag out"
 
 _NEWER_FLAGS: dict[str, _Flag] = {
     **dict.fromkeys(("--enable-mega-moe", "--skip-port-check"), _SWITCH),
     **dict.fromkeys(("--model-loader-extra-config", "--write-through-threshold"), _VALUE),
-    "--kvcache-storage-config": _refuse("the pool is the one that --kvcache-storage-backend names; leave it out"),
+    "--kvcache-storage-config": _refuse("the pool is the one that --kvcache-storage-backend names; leave the flag out"),
     "--max-completion-tokens": _refuse(_LIMITS),
     "--min-completion-tokens": _refuse(_LIMITS),
     "--reasoning-max-tokens": _refuse(_LIMITS),
     "--response-max-tokens": _refuse(_LIMITS),
-    "--input-max-tokens": _refuse("--max-model-len limits the prompt; leave it out"),
+    "--input-max-tokens": _refuse("--max-model-len limits the prompt; leave the flag out"),
     "--output-fallback": _refuse(_ANSWERS),
     "--output-fallback-plugin": _refuse(_ANSWERS),
     "--output-fallback-config": _refuse(_ANSWERS),
@@ -234,7 +238,7 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
     try:
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except OSError as exc:
-        raise ConfigError(f"--config {path}: {exc.strerror}") from None
+        raise ConfigError(f"--config {path}: the file cannot be read: {exc.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(exc).split())}") from None
     if not isinstance(settings, dict):

@@ -307,7 +307,13 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the model to ``--output``, and print the folder; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m engine.make_model", description="Write a small test model.")
-    parser.add_argument("--output", type=Path, default=default_folder(), metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=default_folder(),
+        metavar="FOLDER",
+        help="folder to write to (default: %(default)s)",
+    )
     folder: Path = parser.parse_args(argv).output.absolute()
     try:
         written = make_model(folder)

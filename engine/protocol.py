@@ -67,15 +67,15 @@ Unsupported: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
 """Names of unsupported fields, each with the values that change nothing, and the explanation for all other values."""
 
 _NO_FORM = "this engine does not support structured output; describe the format in the prompt, and check the answer"
-_OWN_LOGPROBS = "this engine reports probabilities before sampling settings apply; leave it out"
+_OWN_LOGPROBS = "this engine reports probabilities before sampling settings apply; leave the field out"
 _TEMPLATE_VARIABLE = "it is a variable of some chat templates; give it in chat_template_kwargs"
 # ``GenerationBody`` refuses further fields by their types, such as ``best_of: Literal[1]``.
 _UNSUPPORTED: Unsupported = {
-    "allowed_token_ids": (([],), "this engine samples from all tokens; leave it out"),
-    "bad_words": (([],), "this engine cannot ban words; leave it out"),
-    "bad_words_token_ids": (([],), "this engine cannot ban words; leave it out"),
-    "custom_logit_processor": ((), "this engine does not support logits processors; leave it out"),
-    "custom_params": (({},), "this engine does not support logits processors; leave it out"),
+    "allowed_token_ids": (([],), "this engine samples from all tokens; leave the field out"),
+    "bad_words": (([],), "this engine cannot ban words; leave the field out"),
+    "bad_words_token_ids": (([],), "this engine cannot ban words; leave the field out"),
+    "custom_logit_processor": ((), "this engine does not support logits processors; leave the field out"),
+    "custom_params": (({},), "this engine does not support logits processors; leave the field out"),
     "extra_key": ((), "this engine separates caches by cache_salt; give cache_salt"),
     **dict.fromkeys(
         (
@@ -90,14 +90,14 @@ _UNSUPPORTED: Unsupported = {
     ),
     "include_logprobs_decode_token": ((True,), "this engine reports tokens as texts; give true"),
     "include_stop_str_in_output": ((False,), "this engine always omits the stop string; give false"),
-    "length_penalty": ((1,), "this engine does not support beam search; leave it out"),
-    "logits_processors": (([],), "this engine does not support logits processors; leave it out"),
-    "logits_processors_args": (({},), "this engine does not support logits processors; leave it out"),
+    "length_penalty": ((1,), "this engine does not support beam search; leave the field out"),
+    "logits_processors": (([],), "this engine does not support logits processors; leave the field out"),
+    "logits_processors_args": (({},), "this engine does not support logits processors; leave the field out"),
     "logprob_token_ids": (([],), "this engine reports only the most likely tokens; give only logprobs"),
-    "lora_path": ((), "this engine does not support adapters; leave it out"),
+    "lora_path": ((), "this engine does not support adapters; leave the field out"),
     "no_stop_trim": ((False,), "this engine always omits the stop string; give false"),
     "prompt_embeds": (([],), "this engine accepts texts and token ids; give one of them"),
-    "prompt_logprobs": ((False,), "this engine reports probabilities only for the answer; leave it out"),
+    "prompt_logprobs": ((False,), "this engine reports probabilities only for the answer; leave the field out"),
     "reasoning_max_tokens": ((), "this engine does not separate reasoning from the answer; give max_tokens"),
     "repetition_detection": ((), "this engine does not detect repetitions; give repetition_penalty"),
     "response_max_tokens": ((), "this engine does not separate reasoning from the answer; give max_tokens"),
@@ -115,13 +115,13 @@ _UNSUPPORTED: Unsupported = {
     "top_p_normalized_logprobs": ((False,), _OWN_LOGPROBS),
     "truncate_prompt_tokens": ((), "this engine does not truncate prompts; send one that fits"),
     "use_beam_search": ((False,), "this engine does not support beam search; give false"),
-    "vllm_xargs": (({},), "this engine does not support extensions; leave it out"),
-    "watermark": (({}, {"enabled": False}), "this engine does not support watermarks; leave it out"),
-    "watermarking": ((False,), "this engine does not support watermarks; leave it out"),
+    "vllm_xargs": (({},), "this engine does not support extensions; leave the field out"),
+    "watermark": (({}, {"enabled": False}), "this engine does not support watermarks; leave the field out"),
+    "watermarking": ((False,), "this engine does not support watermarks; leave the field out"),
 }
 _UNSUPPORTED_IN_CHAT: Unsupported = {
-    "audio": ((), "this engine answers in text only; leave it out"),
-    "chat_template": ((), "this engine renders messages by the checkpoint's own template; leave it out"),
+    "audio": ((), "this engine answers in text only; leave the field out"),
+    "chat_template": ((), "this engine renders messages by the checkpoint's own template; leave the field out"),
     "disable_chat_template": ((False,), "this engine renders messages by the template; use /v1/completions for a text"),
     "documents": (([],), "this engine passes no documents to templates; put them into the messages"),
     "echo": ((False,), "this engine does not repeat the prompt; give false"),
@@ -131,14 +131,14 @@ _UNSUPPORTED_IN_CHAT: Unsupported = {
     "include_reasoning": ((True,), "this engine does not separate reasoning from the answer; give true"),
     "input_ids": (([],), "this engine accepts them as prompt_token_ids; give that"),
     "modalities": ((["text"],), 'this engine answers in text only; give ["text"]'),
-    "moderation": ((), "this engine does not support moderation; leave it out"),
-    "prediction": ((), "this engine does not compare answers with a prediction; leave it out"),
+    "moderation": ((), "this engine does not support moderation; leave the field out"),
+    "prediction": ((), "this engine does not compare answers with a prediction; leave the field out"),
     "reasoning_effort": ((), _TEMPLATE_VARIABLE),
     "task": ((), "this engine does not support tasks; put it into the messages"),
     "thinking": (({"type": "disabled"},), _TEMPLATE_VARIABLE),
     "tool_choice": (("none", "auto"), 'this engine cannot force a call; give "auto" or "none"'),
     "verbosity": (("medium",), "this engine does not support verbosity; ask for it in the messages"),
-    "web_search_options": ((), "this engine does not support search; leave it out"),
+    "web_search_options": ((), "this engine does not support search; leave the field out"),
 }
 
 
@@ -276,9 +276,9 @@ class GenerationBody(Body):
     prompt_cache_key: str | None = None
     """OpenAI's field that is equal in requests with a common prefix. Only the router uses it."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """OpenAI's older field for the time in the cache."""
+    """OpenAI's older field for how long to cache the prompt's blocks."""
     prompt_cache_options: CacheOptions | None = None
-    """OpenAI's newer field for the time in the cache; if it is given, ``prompt_cache_retention`` is ignored."""
+    """OpenAI's newer field for how long to cache the prompt's blocks; it overrides ``prompt_cache_retention``."""
     request_id: RequestId | None = None
     disaggregate_info: DisaggregateInfo | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -290,7 +290,7 @@ class GenerationBody(Body):
 
     @property
     def cache_seconds(self) -> float:
-        """Number of seconds to cache the whole prompt; 0: the request does not say."""
+        """Number of seconds to cache the whole prompt; 0: the request has no hint for the whole prompt."""
         if self.cache_control is not None:
             return self.cache_control.seconds
         if self.prompt_cache_options is not None:
@@ -368,8 +368,8 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(Body):
     """The body of POST /tokenize, as in vLLM: a text, or messages.
 
-    All other fields are those of a completion with this text, or of a chat with these messages. Fields that change the
-    prompt of that request have the same effect here, and fields that it refuses are refused here.
+    All other fields are those of a completion with this text, or of a chat with these messages. A field that changes
+    the prompt of such a request has the same effect here. A field that such a request may not have is refused here.
     """
 
     model_config = ConfigDict(extra="allow")

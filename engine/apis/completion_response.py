@@ -41,7 +41,7 @@ class BegunResponse(ABC):
 
     @property
     def request(self) -> Request:
-        """The request, with its first prompt."""
+        """The client's request. If it has several prompts, this has the first prompt."""
         return self._choices.request
 
     @abstractmethod
@@ -49,7 +49,7 @@ class BegunResponse(ABC):
         """Wait for all answers, and return the response object.
 
         Raises:
-            ApiError: 500, the engine failed; 503, the request was aborted and the API cannot say so.
+            ApiError: 500, the engine failed; 503, the request was aborted, and the API has no finish reason for that.
         """
 
     @abstractmethod
@@ -236,7 +236,7 @@ class TextResponse(CompletionResponse):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _find_offset(self, index: int, token_id: int) -> int:
-        """Return the offset of the next token of a choice in its text, in characters, and advance by the token."""
+        """Return where the next token of a choice begins in the text, in characters, and move past this token."""
         offset = self._offsets.setdefault(index, _Offset())
         before = offset.characters
         if not self._token_bytes.is_special(token_id):

@@ -46,7 +46,7 @@ class PairDialect:
     """FastDeploy's dialect: reads from a request which pair serves it. Tests have subclasses for other engines."""
 
     registration: Mapping[str, Any] = {}
-    """Further fields of the instance's registration at the router."""
+    """Fields that this dialect adds to the instance's registration at the router."""
 
     def find_request_id(self, body: GenerationBody) -> str | None:
         """Return the id of the request that the client gave, or None if it gave none."""
@@ -139,7 +139,7 @@ class Completions:
         return ChatResponse(await self.begin_chat_choices(body), body, self.model, self._token_bytes)
 
     async def begin_chat_choices(self, body: ChatBody) -> Choices:
-        """Begin the answers of a chat, as ``begin_chat`` does, but return them without a response format."""
+        """Begin the answers of a chat as ``begin_chat`` does, but return them without a response object."""
         tokens = await self.encode_chat(body)
         hints = [] if body.prompt_token_ids else await self._find_hints(body, tokens)
         return self._begin_choices(body, [tokens], "prompt_token_ids", hints)
@@ -205,7 +205,7 @@ class Completions:
         return {"prompt": text}
 
     async def _find_hints(self, body: ChatBody, tokens: list[int]) -> list[CacheHint]:
-        """Return the hints for the cache at messages and at parts of messages. ``tokens`` are those of the prompt."""
+        """Return the cache hints at messages and at parts of messages. ``tokens`` are the tokens of the prompt."""
         try:
             marks = list(find_marks(body.messages, (body.prompt_cache_options or CacheOptions()).seconds))
         except ValueError as exc:
@@ -342,8 +342,8 @@ class Completions:
     ) -> str:
         """Return the text of messages, rendered with the chat template of the checkpoint.
 
-        The text ends with the beginning of the assistant's turn if ``lets_assistant_speak`` is true or, if that is
-        None, if ``add_generation_prompt`` in ``body`` is.
+        ``lets_assistant_speak`` says whether the text ends with the beginning of the assistant's turn. If it is None,
+        ``body.add_generation_prompt`` says this.
 
         Raises:
             ApiError: 400; the messages cannot be rendered.
@@ -355,7 +355,8 @@ class Completions:
         if refused := next((name for name in variables if name in self._rendering), None):
             raise ApiError(
                 400,
-                f"chat_template_kwargs: {refused} is not a variable of the checkpoint's chat template; leave it out",
+                f"chat_template_kwargs: {refused} is not a variable of the checkpoint's chat template; "
+                "leave the variable out",
                 param="chat_template_kwargs",
             )
         # A tool call is a part of the answer's text, as in FastDeploy without a tool parser. If the client allows no
@@ -374,7 +375,9 @@ class Completions:
             ignores_tools = tools is not None and text == render(messages, tools=None)
         except Exception as exc:
             # A template is a program in the checkpoint, and may raise any exception for messages that it refuses.
-            raise ApiError(400, f"messages: the chat template refused them: {exc}", param="messages") from None
+            raise ApiError(
+                400, f"messages: the checkpoint's chat template refused the messages: {exc}", param="messages"
+            ) from None
         if ignores_tools:
             message = "tools: this checkpoint's chat template does not support tools; leave them out"
             raise ApiError(400, message, param="tools")

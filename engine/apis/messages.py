@@ -26,21 +26,21 @@ from engine.protocol import (
 
 __all__ = ["ConversationBody", "Messages", "MessagesBody", "MessagesResponse"]
 
-_NO_TOOLS = "this engine does not support tools in this API; leave it out, or use /v1/chat/completions"
+_NO_TOOLS = "this engine does not support tools in this API; leave the field out, or use /v1/chat/completions"
 _NAMES = {"stop": "stop_sequences", "max_completion_tokens": "max_tokens"}
 """Names of chat's fields in this API, where they differ."""
 
 
 class ConversationBody(PlainBody):
-    """The body of POST /v1/messages/count_tokens: the fields of the prompt."""
+    """The body of POST /v1/messages/count_tokens: only the fields that form the prompt."""
 
     unsupported: ClassVar[Unsupported] = {
-        "container": ((), "this engine does not support containers; leave it out"),
-        "context_management": ((), "this engine does not truncate conversations; leave it out"),
-        "inference_geo": ((), "this engine runs in one place only; leave it out"),
+        "container": ((), "this engine does not support containers; leave the field out"),
+        "context_management": ((), "this engine does not truncate conversations; leave the field out"),
+        "inference_geo": ((), "this engine runs in one place only; leave the field out"),
         "mcp_servers": (([],), _NO_TOOLS),
-        "output_config": (({},), "this engine does not support structured output; leave it out"),
-        "output_format": ((), "this engine does not support structured output; leave it out"),
+        "output_config": (({},), "this engine does not support structured output; leave the field out"),
+        "output_format": ((), "this engine does not support structured output; leave the field out"),
         "thinking": (
             ({"type": "disabled"},),
             'this engine does not separate reasoning from the answer; give "disabled"',

@@ -36,7 +36,7 @@ PASSED_ON = frozenset(
         "top_p",
     }
 )
-"""Fields of chat that these APIs accept, too. They are passed to the chat request, which checks them."""
+"""Fields of chat that Responses and Messages accept, too. The chat request gets them and checks them."""
 
 
 class PlainBody(Body):
@@ -59,7 +59,7 @@ class PlainBody(Body):
         for name in fields:
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
+                hint = f"did you mean {nearest[0]}?" if nearest else "leave the field out"
                 raise ApiError(400, f"{name}: this API has no such field; {hint}", param=name)
 
     def fields_of_chat(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ __all__ = ["ResponsesBody", "chat_of_responses", "messages_of_input"]
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_NO_TOOLS = "this engine does not support tools in this API; leave it out, or use /v1/chat/completions"
+_NO_TOOLS = "this engine does not support tools in this API; leave the field out, or use /v1/chat/completions"
 _FORM: dict[str, Any] = {"format": {"type": "text"}}
 _VERBOSITY: dict[str, Any] = {"verbosity": "medium"}
 # The values of the field "text" that are OpenAI's defaults.
@@ -34,17 +34,17 @@ class ResponsesBody(PlainBody):
 
     unsupported: ClassVar[Unsupported] = {
         "background": ((False,), "this engine does not support background responses; give false"),
-        "context_management": (([],), "this engine does not truncate conversations; leave it out"),
+        "context_management": (([],), "this engine does not truncate conversations; leave the field out"),
         "conversation": ((), "this engine stores responses, not conversations; give previous_response_id"),
-        "include": (([],), "this engine supports no additional output; leave it out"),
+        "include": (([],), "this engine supports no additional output; leave the field out"),
         "max_tool_calls": ((), _NO_TOOLS),
-        "moderation": ((), "this engine does not support moderation; leave it out"),
+        "moderation": ((), "this engine does not support moderation; leave the field out"),
         "prompt": ((), "this engine stores no prompt templates; give input and instructions"),
-        "reasoning": (({},), "this engine does not separate reasoning from the answer; leave it out"),
-        "text": (_PLAIN_TEXTS, "this engine supports neither structured output nor verbosity; leave it out"),
+        "reasoning": (({},), "this engine does not separate reasoning from the answer; leave the field out"),
+        "text": (_PLAIN_TEXTS, "this engine supports neither structured output nor verbosity; leave the field out"),
         "tool_choice": (("none", "auto"), _NO_TOOLS),
         "tools": (([],), _NO_TOOLS),
-        "top_logprobs": ((0,), "this engine reports probabilities only in /v1/chat/completions; leave it out"),
+        "top_logprobs": ((0,), "this engine reports probabilities only in /v1/chat/completions; leave the field out"),
         "truncation": (("disabled",), 'this engine does not truncate prompts; give "disabled"'),
     }
     ignored: ClassVar[frozenset[str]] = PlainBody.ignored | {
@@ -90,7 +90,11 @@ def messages_of_input(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]
 def _message_of_item(name: str, item: dict[str, Any]) -> dict[str, Any]:
     kind, role = item.get("type", "message"), item.get("role")
     if kind != "message":
-        raise ApiError(400, f"{name}: an item of type {quote_short(kind)}; only messages are supported", param="input")
+        raise ApiError(
+            400,
+            f'{name}: the item has the type {quote_short(kind)}; give only items of the type "message"',
+            param="input",
+        )
     if role not in _ROLES:
         known = ", ".join(_ROLES)
         raise ApiError(400, f"{name}.role: it is {quote_short(role)}; give one of {known}", param="input")

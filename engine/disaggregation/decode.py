@@ -30,7 +30,7 @@ __all__ = ["HandoverReceiver", "HandoverResult"]
 log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 10.0
-"""Time after which blocks are released if their request has not arrived at the decode instance."""
+"""Time after which the blocks of a hand-over are released if the request has not arrived at the decode instance."""
 LATE_SECONDS = 3.0
 """Time in which written bytes may still arrive after the prefill instance has stopped, or its process has ended."""
 UNREACHABLE_SECONDS = 60.0
@@ -74,7 +74,7 @@ class _Handover:
         self.reservation: Reservation | None = None
         self.is_claimed = False
         self.late_seconds: float | None = None
-        """For how many seconds written bytes may still arrive; None until prefill has reported its stop."""
+        """Number of seconds in which written bytes may still arrive; None until prefill has sent "stopped"."""
         self._memory = memory
         self._is_taken = False
         self._result: asyncio.Future[HandoverResult | None] = loop.create_future()
@@ -133,7 +133,7 @@ class HandoverReceiver:
     Args:
         memory: the blocks to which prefill instances may write, or None if hand-overs go only through the pool.
         silence_seconds: maximum time without a message from the prefill instance.
-        expiry_seconds: time after which blocks are released if their request has not arrived.
+        expiry_seconds: time after which the blocks of a hand-over are released if the request has not arrived.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class HandoverReceiver:
         expiry_seconds: float = EXPIRY_SECONDS,
     ) -> None:
         self.others: dict[str, Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]] = {}
-        """Functions that answer first messages of other types than "begin". Tests imitate other engines with them."""
+        """For each type of first message except "begin", the function that answers; tests imitate other engines so."""
         self._memory = memory
         self._silence_seconds = silence_seconds
         self._expiry_seconds = expiry_seconds

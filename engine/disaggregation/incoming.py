@@ -33,7 +33,7 @@ class IncomingBlocks:
     def open_windows(self) -> list[int]:
         """Open windows for all blocks, and return the address to write to for each block.
 
-        If ``close`` is called meanwhile, the addresses are not valid any more, and some may be missing.
+        If ``close`` is called during this call, the addresses are not valid, and some may be missing.
         """
         with self._lock:
             begun = 0
@@ -49,8 +49,8 @@ class IncomingBlocks:
             digests: the digest of each block; any object, because it comes from another instance.
 
         Returns:
-            Whether all blocks were moved. It is False if a digest is wrong, if this succeeded before, or after
-            ``close``.
+            Whether all blocks were moved. False if a digest is wrong, if an earlier call moved the blocks, or if
+            ``close`` was called.
         """
         with self._lock:
             if self._is_closed or digest_values(self._values()) != digests:

@@ -142,7 +142,7 @@ class BlockMemory:
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Release the blocks of a reservation, and the memory that was opened for them.
 
-        With ``clear`` another instance may have written to the blocks, so they are set to zero.
+        With ``clear`` the blocks are set to zero, because another instance may have written to them.
         """
         if (incoming := self._incoming.pop(reservation, None)) is None:
             self._core.cancel_reservation(reservation, clear=clear)
@@ -178,7 +178,7 @@ class BlockMemory:
     def write_blocks(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
         """Start to write blocks of a prompt to a decode instance, without those that it has already.
 
-        The write runs on another thread. The caller's reference on each block is released when it has ended.
+        The write runs on another thread. The caller's reference on each block is released when the write has ended.
 
         ``first`` is the index of the first of these blocks in the prompt.
 
@@ -202,7 +202,7 @@ class BlockMemory:
         return self._writers.submit(write_and_release)
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Release the references on blocks that are not written."""
+        """Release the references on blocks that will not be written."""
         self._core.release_blocks(blocks)
 
     def _write_parts(

@@ -127,13 +127,15 @@ class HandoverSender:
         self._send_or_keep("saved", own_cached_tokens=own_cached_tokens, pool_cached_tokens=pool_cached_tokens)
 
     def report_failure(self, reason: str) -> None:
-        """Report to the decode instance that no KV will come, because the prompt was not computed."""
+        """Report to the decode instance that it will get no KV, because the prompt was not computed."""
         self._send_or_keep("failed", reason=reason)
 
     async def talk_to_decode(self, host: str, port: int, is_working: Callable[[], bool]) -> None:
-        """Connect to the decode instance and exchange messages, until it hangs up or the task is cancelled.
+        """Connect to the decode instance and exchange messages, until it disconnects or the task is cancelled.
 
-        ``host`` and ``port`` are its connector port. ``is_working`` returns False if the computation here hangs.
+        Args:
+            host, port: the decode instance's connector port.
+            is_working: returns False if the computation of the prompt hangs.
         """
         alive: asyncio.Task[None] | None = None
         try:
@@ -268,7 +270,7 @@ class HandoverSender:
             self._report_stop()
 
     def _report_stop(self) -> None:
-        """Send "stopped", unless it was sent. The decode instance can then use the reserved blocks again."""
+        """Send "stopped", unless it was sent before. The decode instance can then use the reserved blocks again."""
         if "stopped" not in self._kinds_sent:
             self._send_or_keep("stopped", clean=self._is_clean)
 

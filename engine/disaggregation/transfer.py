@@ -28,9 +28,9 @@ class TransferUnavailable(Exception):
 
 
 class Transfer:
-    """TransferEngine in this process: writes to other processes, and lets them write to registered memory.
+    """TransferEngine in this process: writes to memory of other processes, and lets them write to registered memory.
 
-    It is never closed.
+    This object is never closed.
 
     Args:
         host: the address of this machine, as other machines reach it.

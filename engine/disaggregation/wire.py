@@ -75,7 +75,7 @@ class Prompt:
 
 
 def encode_logprobs(logprobs: TokenLogprobs | None) -> object:
-    """Return log probabilities as an object for JSON."""
+    """Return log probabilities as an object for JSON; None for None."""
     return None if logprobs is None else [logprobs.chosen, logprobs.top]
 
 

@@ -89,7 +89,7 @@ class Generation(ABC):
         self._first_token_seconds: float | None = None
         self._trace = parts.tracer.begin_request() if parts.tracer else None
         self._phases: list[Phase] = []
-        """Phases that are not recorded in the sequence."""
+        """Phases of the request that the sequence does not record, such as the hand-over."""
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the answer; the last one has a ``finish_reason``.
@@ -123,9 +123,9 @@ class Generation(ABC):
         return build_usage(sequence.num_prompt_tokens, self.num_output_tokens, own, pool, written, blocks)
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Return further members of the response, with which another instance finds the prompt's KV.
+        """Return members to add to the response, by which another instance finds the prompt's KV.
 
-        This is empty in FastDeploy's dialect. Tests imitate engines that have such members.
+        The result is empty in FastDeploy's dialect. Tests imitate engines that have such members.
         """
         return {}
 
@@ -155,9 +155,9 @@ class Generation(ABC):
 
         Args:
             prefilled: the KV of the prompt from another instance. This method becomes the owner of its reservation,
-                also if it raises.
+                even if this method raises an exception.
             on_saved: called in the event loop when all saves of the sequence have ended.
-            on_computed: called in the event loop as ``Listener.on_computed``.
+            on_computed: called in the event loop; has the arguments of ``Listener.on_computed``.
         """
         with contextlib.ExitStack() as unless_submitted:
             if prefilled:

@@ -24,7 +24,7 @@ def derive_choice(request: Request, index: int, number: int) -> Request:
     Args:
         request: the client's request.
         index: the index of the answer among all answers to the request.
-        number: the index of the answer among those to its prompt. It is added to the seed.
+        number: the index of the answer among the answers to the same prompt. It is added to the seed.
     """
     if index == 0:
         return request
@@ -53,7 +53,7 @@ class Choices:
 
     @property
     def request(self) -> Request:
-        """The client's request, with its first prompt."""
+        """The client's request. If it has several prompts, this has the first prompt."""
         return self._generations[0].request
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Choices:
         return usage
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Return further members of the response, with which another instance finds the prompt's KV."""
+        """Return members to add to the response, by which another instance finds the prompt's KV."""
         return self._generations[0].describe_transfer()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -128,7 +128,7 @@ class Choices:
 
 
 def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add the numbers of the usage object ``more`` to those of ``usage``. ``more`` may have further members."""
+    """Add the numbers of the usage object ``more`` to those of ``usage``, which may lack members of ``more``."""
     for name, value in more.items():
         if isinstance(value, dict):
             _add_figures(usage.setdefault(name, {}), value)

@@ -97,7 +97,10 @@ class DecodeGeneration(Generation):
         return await self._parts.receiver.wait_for_prompt(self.request.request_id, prompt)
 
     def _count_way(self, *, is_direct: bool) -> None:
-        """Count in the metrics how the prompt's KV arrived. Call this when the first token exists."""
+        """Count in the metrics how the prompt's KV arrived, if it arrived. Call this when the first token exists.
+
+        ``is_direct`` says that the KV came by a direct transfer.
+        """
         way = "direct" if is_direct else "pool" if self.sequence.pool_cached_tokens else "computed"
         self._core.metrics.handed_over.labels(way).inc()
 
@@ -112,7 +115,7 @@ class DecodeGeneration(Generation):
         )
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Return the cached tokens of the prefill instance, if the hand-over did not fail."""
+        """Return the cached tokens of the prefill instance; if the hand-over failed, those of this instance."""
         if self._result is None:
             return super()._cached_tokens()
         return self._result.own_cached_tokens, self._result.pool_cached_tokens

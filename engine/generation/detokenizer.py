@@ -151,7 +151,7 @@ def _count_incomplete(text: str) -> int:
 
 
 def _stop_overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop`` and shorter than ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -166,7 +166,7 @@ _SPACE = "\u2581"
 
 
 class TokenBytes:
-    """Returns the bytes of single tokens of transformers' tokenizers, byte-level ones and SentencePiece's."""
+    """Returns the bytes of single tokens, for byte-level and SentencePiece tokenizers of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._piece = tokenizer.convert_ids_to_tokens

@@ -78,5 +78,5 @@ class PrefillGeneration(Generation):
         is_flushed = asyncio.Event()
         self._core.call_after_flush(call_in_loop(is_flushed.set))
         await is_flushed.wait()
-        log.debug("request %s: transferred through the pool: %s", self.request.request_id, sender.trouble)
+        log.debug("request %s: KV transferred through the pool, because %s", self.request.request_id, sender.trouble)
         sender.report_save(*self._cached_tokens())

@@ -111,7 +111,7 @@ def read_model(folder: str, dtype: torch.dtype, *, is_copied: bool) -> tuple[Any
     Args:
         folder: the folder of the checkpoint.
         dtype: dtype of the weights.
-        is_copied: whether the tensors are copied. If not, their memory may be that of the files' pages.
+        is_copied: whether the tensors are copied. If not, they may be mapped from the files.
 
     Returns:
         The model, and the names of its tensors that the files do not have.
@@ -205,7 +205,7 @@ def read_defaults(folder: str, generation_config: Any) -> SamplingDefaults:
 
 
 def _default_max_tokens(folder: str, generation_config: Any) -> int | None:
-    """Return the default ``max_tokens``, from ``max_new_tokens``, or None for no limit but the context length."""
+    """Return the default ``max_tokens``, from ``max_new_tokens``, or None if only the context length limits answers."""
     limit = getattr(generation_config, "max_new_tokens", None)
     if limit is None:
         return None

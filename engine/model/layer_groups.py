@@ -72,7 +72,7 @@ class LayerGroups:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups as ``Group`` objects, which do not have the layers."""
+        """The groups as ``Group`` objects, which do not list their layers."""
         return [member.group for member in self.members]
 
     @property
@@ -166,7 +166,7 @@ def _list_layer_types(folder: str, config: Any) -> list[str]:
 
 
 def _find_ignored_window(config: Any) -> int:
-    """Return the length of the model's sliding window if it is at least that of the longest sequence, else 0.
+    """Return the length of the model's sliding window if no sequence can be longer than this window, else 0.
 
     Some models (PhiMoE) have such a window in their configuration, but do not pass it to attention.
     """

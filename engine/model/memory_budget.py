@@ -51,13 +51,13 @@ def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
     if num_blocks < longest:
         raise ConfigError(
             f"{num_blocks} KV blocks of {args.block_size} tokens cannot hold one sequence of --max-model-len "
-            f"{args.max_model_len}{_describe_groups(num_groups)}; lower it or raise --num-gpu-blocks-override"
+            f"{args.max_model_len}{_describe_groups(num_groups)}; lower that or raise --num-gpu-blocks-override"
         )
     return num_blocks
 
 
 def _list_needs(args: EngineArgs, runner: ModelRunner) -> dict[str, int]:
-    """Return the number of bytes to reserve for each part, without the parts that need none."""
+    """Return the bytes to reserve for a step, sparse attention and staging buffers; what needs none is left out."""
     needs = {"a step": 0 if runner.device.type == "cpu" else _measure_step_bytes(args, runner)}
     if args.retrieval:
         needs["retrieval"] = runner.count_retrieval_bytes(args.retrieval, args.max_num_seqs, args.max_model_len)

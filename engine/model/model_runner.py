@@ -84,8 +84,8 @@ class ModelRunner:
         dtype: dtype of weights and KV.
         block_size: number of tokens in a block.
         has_dynamic_weights: whether the checkpoint's files may change, for ``update_weights``. If so, the weights are
-            copied, and their digest is in the namespace. If not, the memory of the weights may be that of the files'
-            pages, which several instances share.
+            copied, and their digest is in the namespace. If not, the weights may be mapped from the files, so that
+            several instances share the memory.
 
     Raises:
         ConfigError: the weights cannot be loaded, or a number in the generation_config.json is out of range.
@@ -185,7 +185,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def update_weights(self, version: str = "") -> None:
-        """Load the weights that are now in the checkpoint's folder, and set ``namespace`` and ``family`` to theirs.
+        """Load the weights that are now in the checkpoint's folder, and set ``namespace`` and ``family`` for them.
 
         Do not call this while ``run`` is running.
 
@@ -242,7 +242,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def restore_kv(self) -> None:
-        """Make the KV memory usable after ``free_kv``; it has zeros.
+        """Make the KV memory usable again after ``free_kv``; all values are zero.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -261,7 +261,7 @@ class ModelRunner:
         if not self._has_plain_scores or self.groups.members[0].group.kind != "full":
             what = "no layers with full attention" if self._has_plain_scores else "soft-capping or sinks"
             raise ConfigError(
-                f"--enable-retrieval: {self._folder!r} has {what}, which retrieval does not support; leave it out"
+                f"--enable-retrieval: {self._folder!r} has {what}, which retrieval does not support; leave the flag out"
             )
         with explain_out_of_memory("the index of retrieval; lower --max-num-seqs or --max-model-len"):
             self.retrieval = Retrieval(config, self.kv, max_num_seqs, max_model_len)
@@ -395,7 +395,7 @@ class ModelRunner:
 
 
 def _map_on_demand(nbytes: int) -> mmap.mmap:
-    """Map host memory of zeros. The system provides each page at the first write to it, a large page if possible.
+    """Map host memory that has only zeros. The system provides each page at the first write, a large page if possible.
 
     With pages of 4 KiB, the first load into 16 MiB of this memory took 44 ms instead of 11, because of page faults.
     """

@@ -155,7 +155,7 @@ def _exclude_ends(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_tok
 
 
 def _list_candidates(sequences: SequenceOf[Sequence], vocab_size: int) -> list[int]:
-    """Return the numbers of most likely tokens to draw from, in the order in which they are tried.
+    """Return for each try to draw tokens how many of the most likely tokens take part, the first try first.
 
     To sort the whole vocabulary takes many times as long as to find its best ``CANDIDATES`` tokens, and almost every
     drawn token is one of these. Only if a drawn token is not certain, it is drawn again from the whole vocabulary.
@@ -271,9 +271,10 @@ def _find_log_probabilities(logits: torch.Tensor, asked: list[int]) -> torch.Ten
 def _find_logprobs(
     log_probabilities: torch.Tensor, sequences: SequenceOf[Sequence], tokens: torch.Tensor, asked: list[int]
 ) -> list[torch.Tensor]:
-    """Return three flat tensors of float64, for the rows in ``asked``.
+    """Return the log probabilities that clients requested, as three flat tensors of float64.
 
-    They are the log probabilities of the chosen ``tokens``, the most likely tokens, and the log probabilities of these.
+    The tensors are, for the rows in ``asked``: the log probabilities of the chosen ``tokens``, the most likely tokens,
+    and the log probabilities of the most likely tokens.
     """
     [rows] = send_numbers([asked], tokens.device)
     count = _count_logprobs([sequences[row] for row in asked], log_probabilities.shape[1])

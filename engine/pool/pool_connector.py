@@ -181,8 +181,9 @@ class PoolConnector:
 
         Args:
             load: the load.
-            present: number of leading blocks of the sequence for which the pool has everything.
-            num_blocks: number of blocks to read: ``present``, or the blocks of all groups for them.
+            present: number of leading blocks of the sequence that the pool has.
+            num_blocks: number of blocks to read: ``present`` if the model has one group of layers, else the number of
+                blocks that all groups together need for ``present`` blocks of the sequence.
             read_leading: reads leading blocks of the transfer.
 
         Returns:
@@ -316,7 +317,7 @@ class PoolConnector:
         sequence.num_saved = last
 
     def _list_not_withheld(self, sequence: Sequence, first: int, last: int) -> Iterator[range]:
-        """Yield the places from ``first`` to before ``last`` as ranges, without those of withheld blocks."""
+        """Yield the ranges of places from ``first`` to ``last - 1`` in which no block is withheld."""
         is_withheld = self._scheduler.blocks.is_withheld
 
         def any_withheld(place: int) -> bool:
@@ -377,7 +378,7 @@ class PoolConnector:
             sequence.num_saved += unsaved
 
     def remove_blocks(self, hashes: SequenceOf[bytes]) -> None:
-        """Remove blocks from the pool, after all saves that have started."""
+        """Remove blocks from the pool when all saves that have already started are finished."""
         self._transfers.remove(hashes)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
@@ -423,7 +424,7 @@ class _Load:
     def count_arrived(self, num_arrived: int) -> int:
         """Return after how many blocks the sequence can continue, if ``num_arrived`` blocks were read.
 
-        With several groups it can continue only if all wanted blocks were read.
+        If the model has several groups of layers, and not all wanted blocks were read, the result is 0.
         """
         if not self.num_reached:
             return num_arrived

@@ -31,8 +31,8 @@ class SavedBlocks:
     """The blocks of the own cache that were saved to the pool or loaded from it, so that they can be saved again.
 
     If the pool has lost blocks, a ``Refill`` calls ``list_saved_blocks``, ``save_again``, ``end_round`` and
-    ``withhold_blocks`` on its own thread. These methods run their work on the engine's thread, to which ``post`` passes
-    it, and wait for it. One save holds at most ``most_held`` blocks.
+    ``withhold_blocks`` on its own thread. These methods use ``post`` to run their work on the engine's
+    thread, and wait until it is done. One save holds at most ``most_held`` blocks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SavedBlocks:
         self._saved.clear()
 
     def list_saved_blocks(self, most: int) -> SequenceOf[bytes]:
-        """Return the names of up to ``most`` cached blocks that the pool had, the most recently used first."""
+        """Return the names of up to ``most`` cached blocks that were in the pool, the most recently used first."""
 
         def pick_hashes() -> list[bytes]:
             saved = filter(self._saved.__contains__, self._blocks.iterate_hashes())
@@ -75,7 +75,11 @@ class SavedBlocks:
         return self._ask(pick_hashes)
 
     def save_again(self, hashes: SequenceOf[bytes]) -> tuple[int, int]:
-        """Save the blocks of ``hashes`` that are still cached; return how many these are, and how many the pool has."""
+        """Save those blocks of ``hashes`` that are still cached.
+
+        Returns:
+            The number of these blocks, and the number of them that the pool has now.
+        """
 
         def start_save(answer: Callable[[tuple[int, int]], None]) -> None:
             self._start_save(hashes, answer)
@@ -148,9 +152,9 @@ class PinnedBlocks:
         self._due_at: OrderedDict[bytes, float] = OrderedDict()
 
     def split_blocks(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, float]]:
-        """Divide the blocks from ``first`` to before ``last`` by the time for which they must be pinned now.
+        """Divide the blocks at places ``first`` to ``last - 1`` into runs that must be pinned for the same time.
 
-        Blocks with a time are then recorded as pinned.
+        The blocks of a run with a time above 0 are recorded as pinned.
 
         Yields:
             The first place, the place after the last one, and the time in seconds. The time is 0 if the request has no
@@ -173,7 +177,7 @@ class PinnedBlocks:
             self._due_at.pop(each, None)
 
     def _ask_for(self, block_hash: bytes, seconds: float) -> float:
-        """Return ``seconds`` and record the block as pinned; return 0 if it need not be pinned now."""
+        """Return ``seconds`` and record the block as pinned; return 0 if the block need not be pinned now."""
         now = time.monotonic()
         if not seconds or self._due_at.get(block_hash, now) > now:
             return 0.0

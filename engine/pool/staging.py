@@ -62,6 +62,6 @@ def stage_handovers(
 def _stand_in(runner: ModelRunner) -> StandInDevice | None:
     """Return a replacement for a GPU's copies between buffers and KV memory, or None if KV memory is on a GPU.
 
-    It copies on threads, which have a lower priority than the computation.
+    The replacement copies on threads that have a lower priority than the computation.
     """
     return StandInDevice(yield_to_compute) if runner.device.type == "cpu" else None

@@ -48,7 +48,7 @@ class BlockGroups:
         return hashlib.sha256(_TAG + block_hash + self._tags[number]).digest()
 
     def name_blocks(self, number: int, hashes: Sequence[bytes], places: range) -> Sequence[bytes]:
-        """Return the names of the blocks of group ``number`` at ``places``; ``hashes`` are those of all blocks."""
+        """Return the names of the blocks of group ``number`` at ``places``; ``hashes``: for all places."""
         chosen = hashes[places.start : places.stop]
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 

@@ -85,7 +85,7 @@ class BlockManager:
         return self._block_of.get(block_hash)
 
     def withhold_published(self) -> None:
-        """Mark all published blocks as withheld: they are not saved to the pool. The mark ends at a new allocation."""
+        """Mark all published blocks as withheld: they are not saved to the pool until they are allocated again."""
         self._withheld.update(self._block_of.values())
 
     def is_withheld(self, block: int) -> bool:
@@ -167,8 +167,7 @@ class BlockManager:
         """Publish a held block under its hash. All tokens of the block must have KV.
 
         Returns:
-            False if another block is published under this hash already, or this block under another hash; then nothing
-            is changed.
+            False if the hash already has another block, or the block already has another hash; then nothing is changed.
         """
         if self._references[block] <= 0:
             raise ValueError(f"block {block} is published but has no references")
@@ -179,9 +178,9 @@ class BlockManager:
         return True
 
     def unpublish_blocks(self, hashes: Sequence[bytes]) -> None:
-        """Remove the blocks under ``hashes``, as far as they are published, from the prefix cache.
+        """Remove from the prefix cache those blocks under ``hashes`` that are published.
 
-        Their references do not change.
+        The references on the blocks do not change.
         """
         for block_hash in hashes:
             if (block := self._block_of.get(block_hash)) is not None:

@@ -1,4 +1,4 @@
-"""Hints of a request how long to cache its prompt's blocks: Anthropic's ``cache_control`` and OpenAI's fields.
+"""A request's hints for how long to cache the prompt's blocks: Anthropic's ``cache_control``, OpenAI's fields.
 
 An example of ``cache_control``::
 
@@ -69,7 +69,7 @@ class CacheOptions(_Timed):
 
 
 class _Breakpoint(_Timed):
-    """OpenAI's ``prompt_cache_breakpoint``: without ``ttl``, that of ``prompt_cache_options`` counts."""
+    """OpenAI's ``prompt_cache_breakpoint``; if it has no ``ttl``, the time of ``prompt_cache_options`` is used."""
 
     mode: Literal["explicit"]
     ttl: str = ""
@@ -90,7 +90,7 @@ class CacheMark:
     Attributes:
         message: the index of the message.
         text: the content of the message up to the end of the part, or None if the hint is for the whole message.
-        seconds: how long to cache the prompt up to there.
+        seconds: how long to cache this part of the prompt, in seconds.
     """
 
     message: int

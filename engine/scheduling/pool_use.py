@@ -43,7 +43,7 @@ NO_POOL = PoolUse(Reason.NO_POOL, "no pool; --kvcache-storage-backend is not giv
 
 
 def explain_no_load(num_tokens: int, block_size: int) -> PoolUse:
-    """Explain why no block is loaded for a sequence of ``num_tokens``: it is too short, or the own cache has them."""
+    """Explain why a sequence of ``num_tokens`` loads no block: it is too short, or the own cache has its blocks."""
     if num_tokens < block_size:
         return PoolUse(Reason.SHORT, f"shorter than a block ({num_tokens} of {block_size} tokens)")
     if num_tokens == block_size:

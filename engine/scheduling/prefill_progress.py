@@ -33,7 +33,10 @@ class PrefillProgress:
         self._logged: WeakKeyDictionary[Sequence, tuple[int, float, int]] = WeakKeyDictionary()
 
     def record_chunk(self, chunk: Chunk, seconds: float) -> None:
-        """Record that ``chunk`` was computed, in a step that took ``seconds``; log the progress if it is time."""
+        """Record that ``chunk`` was computed, in a step that took ``seconds``.
+
+        Log the progress if the last log line for the sequence is older than ``EVERY_SECONDS``.
+        """
         sequence = chunk.sequence
         if not sequence.is_prefilling:
             self._logged.pop(sequence, None)

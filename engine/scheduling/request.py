@@ -150,9 +150,9 @@ class Saves:
     num_done: int = 0
     """Number of blocks that the pool has after their save."""
     began_at: float = 0.0
-    """Time of ``time.monotonic`` at which the first save began; 0: none has begun."""
+    """Time of ``time.monotonic`` at which the first save began; 0: no save has begun."""
     ended_at: float = 0.0
-    """Time of ``time.monotonic`` at which a save ended last; 0: none has ended."""
+    """Time of ``time.monotonic`` at which the latest save ended; 0: no save has ended."""
 
 
 @dataclass
@@ -210,12 +210,12 @@ class Sequence:
     arrival: float = field(default_factory=lambda: time.monotonic())
     """Time of ``time.monotonic``, as in all fields below."""
     started_at: float | None = None
-    """When the sequence first got a place in the batch."""
+    """When the sequence first got a place in the batch; None: it got none yet."""
     first_token_at: float | None = None
     submitted_at: float = 0.0
-    """When the sequence was submitted to the engine; 0: not yet."""
+    """When the sequence was submitted to the engine; 0: it was not submitted yet."""
     ended_at: float = 0.0
-    """When the sequence ended; 0: not yet."""
+    """When the sequence ended; 0: it has not ended."""
     look_up: tuple[float, float] | None = None
     """Start and end of the look-up in the pool at the first admission, or None if there was none."""
     load: tuple[float, float] | None = None
@@ -246,7 +246,7 @@ class Sequence:
     def count_origins(self) -> dict[str, int]:
         """Return the number of prompt tokens for each source of their KV, by the labels in metrics.
 
-        The tokens without another source count as computed, if the sequence got its first token.
+        If the sequence got its first token, the tokens that have no other source count as computed.
         """
         counts = dict.fromkeys(_ORIGINS.values(), 0)
         for source, count in self.prompt_sources:
@@ -274,7 +274,7 @@ class Sequence:
         return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)
 
     def list_ungathered(self, first: int, last: int) -> list[range]:
-        """Return the places from ``first`` to before ``last``, without ``gathered`` ones, as ranges."""
+        """Return the ranges of places from ``first`` to ``last - 1`` that are not in ``gathered``."""
         if not self.gathered:
             return [range(first, last)]
         return list(join_runs([i for i in range(first, last) if i not in self.gathered]))

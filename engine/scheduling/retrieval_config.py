@@ -58,7 +58,7 @@ class BlockPartition:
 
     @property
     def num_read(self) -> int:
-        """Number of blocks that each head reads."""
+        """Number of blocks that each KV head reads: initial, recalled and window blocks."""
         return self.num_blocks - self.num_outside + self.num_recalled
 
 
@@ -78,11 +78,11 @@ class RetrievalConfig:
         representative: one of ``REPRESENTATIVES``.
         stride: number of steps after which blocks are chosen again. They are also chosen again when a block leaves the
             window.
-        dense_layers: number of first layers that read all blocks.
+        dense_layers: this number of layers, from the first one on, read all blocks.
 
     Raises:
-        ConfigError: two values do not fit together, or one is not possible; the message names the flag. The range of a
-            single number is checked when its flag is parsed.
+        ConfigError: two values do not fit together, or a value is not possible; the message names the flag.
+            The range of a single number is checked when its flag is parsed.
     """
 
     block_size: int
@@ -98,7 +98,7 @@ class RetrievalConfig:
     def __post_init__(self) -> None:
         if self.local_tokens <= self.block_size:
             raise ConfigError(
-                f"--retrieval-local-tokens {self.local_tokens} is not more than one block; raise it above "
+                f"--retrieval-local-tokens {self.local_tokens} is not more than one block; give more than "
                 f"{self.block_size}, or lower --block-size"
             )
         if self.dense_boundary > self.offload_boundary:
@@ -108,7 +108,7 @@ class RetrievalConfig:
             )
         if self.representative not in REPRESENTATIVES:
             raise ConfigError(
-                f"--retrieval-representative {self.representative!r} is none of {', '.join(REPRESENTATIVES)}"
+                f"--retrieval-representative {self.representative!r} is not one of {', '.join(REPRESENTATIVES)}"
             )
         if self.dense_layers < 0:
             raise ConfigError(f"--retrieval-dense-layers {self.dense_layers} is negative; use 0 or more")

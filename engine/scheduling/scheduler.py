@@ -76,7 +76,7 @@ class Reservation:
 
     @property
     def missing(self) -> list[int]:
-        """The blocks that the other instance must write."""
+        """The reserved blocks without KV, which the other instance must write."""
         return self.blocks[self.num_cached :]
 
 
@@ -231,7 +231,7 @@ class Scheduler:
 
         Args:
             sequence: the sequence, in the state ``LOADING``.
-            num_blocks: number of blocks, after those that were computed before, that have KV now.
+            num_blocks: number of blocks that the load filled; they follow the blocks that had KV before the load.
             usable: whether the sequence may write to its other blocks. If not, because a late call may still write to
                 them, the sequence releases all of its blocks and waits for different ones.
         """
@@ -290,7 +290,7 @@ class Scheduler:
         sequence.num_published = num_full
 
     def offload_blocks(self, sequence: Sequence, num_blocks: int) -> None:
-        """Release the leading ``num_blocks`` of the first group, which were copied to host memory."""
+        """Release the first ``num_blocks`` blocks of ``sequence`` in the first group; host memory has their copies."""
         self._release_leading(sequence.tables[0], num_blocks)
 
     def finish_sequence(self, sequence: Sequence) -> None:
@@ -318,7 +318,7 @@ class Scheduler:
         return len(self.running) + len(self.ready) + len(self.loading)
 
     def _has_room(self, needed: int, cached: SequenceOf[bytes]) -> bool:
-        """Return whether ``needed`` new blocks are available, if the blocks under ``cached`` are taken, too."""
+        """Return whether ``needed`` new blocks are available after the cached blocks under ``cached`` are taken."""
         # Leave one block for the growth of running sequences, if there are other sequences. A sequence that is admitted
         # in advance leaves one block for each running sequence, because it cannot be preempted while it loads.
         spare = min(1, self._num_holding) if self._num_holding < self.max_num_seqs else self.max_num_seqs
@@ -338,7 +338,7 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=_arrival_of)
 
     def _take_up_more(self, sequence: Sequence) -> None:
-        """Replace blocks of ``sequence`` without KV by blocks that other sequences have published meanwhile."""
+        """Replace those blocks of ``sequence`` that have no KV by blocks that other sequences have published since."""
         first, hashes = sequence.num_computed // self.block_size, self._list_cacheable(sequence)
         last = self.groups.match_prefix(self.blocks, hashes, first)
         if last <= first:
@@ -382,7 +382,7 @@ class Scheduler:
         return True
 
     def _share_out(self, blocks: SequenceOf[int], num_tokens: int) -> list[BlockTable]:
-        """Return the block tables of a sequence that gets the blocks of a reservation for ``num_tokens``."""
+        """Return the block tables of a sequence that gets ``blocks``, which were reserved for ``num_tokens`` tokens."""
         firsts = [group.find_first_needed(num_tokens) for group in self.groups.groups]
         tables = [BlockTable([_NO_BLOCK] * first, first) for first in firsts]
         for (number, _), block in zip(self.groups.list_held(num_tokens), blocks, strict=True):

@@ -76,7 +76,7 @@ class Control:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the instance is paused."""
+        """Whether the instance refuses requests because it is paused or sleeps."""
         return self._core.is_paused
 
     @property
@@ -86,7 +86,7 @@ class Control:
 
     @property
     def version(self) -> str | None:
-        """The version of the weights, or None if they have none."""
+        """The version of the weights, or None if the weights have no version."""
         return self._runner.version or None
 
     async def pause(self) -> None:
@@ -195,7 +195,11 @@ class Control:
             )
 
     async def _load_weights(self, version: str) -> float:
-        """Load the weights in the checkpoint's folder, and clear the KV of the old ones; return the duration."""
+        """Load the weights in the checkpoint's folder, and clear the KV of the old weights.
+
+        Returns:
+            The duration in seconds.
+        """
         start, before = time.monotonic(), self._runner.namespace
         try:
             await self._run(lambda: self._runner.update_weights(version))
@@ -224,7 +228,7 @@ class Control:
         try:
             await asyncio.wait_for(self._end_requests(), _COMMAND_SECONDS)
         except (asyncio.TimeoutError, TimeoutError):
-            raise ControlFailed(f"running requests have not ended within {_COMMAND_SECONDS:g} s") from None
+            raise ControlFailed(f"running requests have not ended within {_COMMAND_SECONDS:g} s; try again") from None
         self._core.clear_prefix_cache()
 
     async def _end_requests(self) -> None:
@@ -270,7 +274,9 @@ class Control:
         try:
             await asyncio.wait_for(self._turn.acquire(), _COMMAND_SECONDS)
         except (asyncio.TimeoutError, TimeoutError):
-            raise ControlFailed(f"the previous command has not ended within {_COMMAND_SECONDS:g} s") from None
+            raise ControlFailed(
+                f"the previous command has not ended within {_COMMAND_SECONDS:g} s; try again"
+            ) from None
         try:
             yield
         finally:

@@ -99,7 +99,7 @@ async def _read_fields(request: Request) -> dict[str, Any]:
 
 
 async def _read_tags(request: Request) -> list[str]:
-    """Return the parts in the parameter ``tags``, which is a text with commas or a list; all parts if it is missing."""
+    """Return the parameter ``tags`` of a command as a list; if it is missing, return all ``TAGS``."""
     tags = (await _read_fields(request)).get("tags")
     if tags is None:
         return list(TAGS)

@@ -64,7 +64,7 @@ def create_app(instance: Instance) -> FastAPI:
 
 
 def _add_completions(app: FastAPI, instance: Instance) -> None:
-    """Add the paths for clients."""
+    """Add the paths that clients use: completions, chat, Responses, Messages and tokens."""
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -124,7 +124,9 @@ def _add_operator_paths(app: FastAPI, instance: Instance) -> None:
     @app.post("/reset_prefix_cache")  # vLLM's path
     async def clear_prefix_cache(request: Request) -> Response:
         if request.query_params.get("reset_external", "").lower() in ("1", "true"):  # vLLM's query for the pool
-            message = "reset_external: an instance clears only its own cache, not the shared pool; leave it out"
+            message = (
+                "reset_external: an instance clears only its own cache, not the shared pool; leave the parameter out"
+            )
             raise ApiError(400, message, param="reset_external")
         if not instance.core.is_alive:
             raise ApiError(503, "the engine of this instance has ended; the instance's log says why")
@@ -182,9 +184,9 @@ async def _complete(
     begin: Callable[[_BodyT], Awaitable[BegunResponse]],
     tracer: Tracer | None,
 ) -> Response:
-    """Answer a request for a completion, of any API.
+    """Answer a request to one of the APIs for completions.
 
-    The id of the request is that in its body, else that in ``X-Request-Id``.
+    The request's id comes from the body, or from the header ``X-Request-Id`` if the body has no id.
 
     Args:
         request: the HTTP request.

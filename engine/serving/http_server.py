@@ -82,7 +82,7 @@ class HttpMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the application."""
+        """Pass a request to the application, HEAD as GET, and add ``X-Request-Id`` to the response."""
         if scope["type"] == "http":
             if scope["method"] == "HEAD":
                 scope = {**scope, "method": "GET"}

@@ -76,7 +76,7 @@ class Instance:
         connector: socket.socket,
         dialect: PairDialect | None = None,
     ) -> None:
-        """Create all parts, and load the model.
+        """Create all parts of the instance, and load the model.
 
         Args:
             args: the arguments.
@@ -148,7 +148,7 @@ class Instance:
         )
 
     def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
-        """Return the blocks for direct transfers, or None if the role is mixed or they are not possible."""
+        """Return the blocks for direct transfers; None if the role is mixed or direct transfers are not possible."""
         if self.args.splitwise_role == "mixed":
             return None
         try:
@@ -220,7 +220,7 @@ class Instance:
         self._registered_at = time.monotonic()
 
     def find_obstacle(self) -> str:
-        """Return a sentence that says why the instance cannot serve requests, or gets none; "" if it can serve them."""
+        """Return one sentence: why the instance cannot serve requests, or why it gets none; "" if neither is true."""
         if not self.core.is_alive:
             return "the engine of this instance has failed; the instance's log says why"
         if self.control.is_broken:
@@ -232,7 +232,7 @@ class Instance:
         return ""
 
     def registration_payload(self, host_ip: str) -> dict[str, Any]:
-        """Return the body of the registration, in FastDeploy's format. ``host_ip`` is the address for the router."""
+        """Return the body of the registration, in FastDeploy's format. ``host_ip`` is this machine's address."""
         args = self.args
         kv_events = self.kv_events.describe(host_ip, args.block_size) if self.kv_events else None
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
@@ -335,6 +335,6 @@ def _make_scheduler(
 
 
 def _open_pool(config: PoolConfig, runner: ModelRunner, metrics: EngineMetrics) -> BlockPool:
-    """Open the pool. Its threads get a lower priority than those of the computation."""
+    """Open the pool. The pool's threads get a lower priority than the threads that compute."""
     namespace = quantised_namespace(runner.namespace, config.kv)
     return in_background(partial(open_pool, config, namespace, metrics.registry, facts=runner.facts))

@@ -31,7 +31,7 @@ def router_url(text: str) -> str:
         text: ``host:port``, or a URL without a path. The host 0.0.0.0 means this machine, as in FastDeploy's examples.
 
     Raises:
-        ConfigError: ``text`` is something else.
+        ConfigError: ``text`` is neither.
     """
     try:
         address = parse_address(text)
@@ -59,7 +59,7 @@ async def send_heartbeats(
         describe: returns the fields of the registration without ``host_ip``; its argument is ``host_ip``, the address
             of this machine on the network to the router.
         changed: set by the caller when the fields have changed; the next heartbeat is then sent immediately.
-        token: the token that the router requires for registrations; "": none.
+        token: the token that the router requires for registrations; "": the router requires no token.
         on_registered: called each time when the router has accepted a registration.
     """
     reported: str | None = None

@@ -20,7 +20,7 @@ class Surroundings(NamedTuple):
     router: str | None
     """The URL of the router, or None if there is no router."""
     router_token: str
-    """The token for registrations at the router; "": none."""
+    """The token for registrations at the router; "": the router requires no token."""
     pool: PoolConfig | None
     """The configuration of the pool, or None if there is no pool."""
     checkpoint: str
@@ -30,10 +30,10 @@ class Surroundings(NamedTuple):
 def find_surroundings(args: EngineArgs) -> Surroundings:
     """Return the router, the pool and the checkpoint that the arguments name.
 
-    This is quick, so that a mistake is reported before the model is loaded.
+    This function is fast, so that a mistake is reported before the model is loaded.
 
     Raises:
-        ConfigError: one of them does not exist or cannot be used; the message is one sentence.
+        ConfigError: an argument cannot be used, or names something that does not exist; the message is one sentence.
     """
     return Surroundings(
         router_url(args.router) if args.router else None,

@@ -57,14 +57,14 @@ class KvEventsConfig:
     """Configuration of the publication of KV events, with vLLM's names, meanings and defaults."""
 
     endpoint: str = "tcp://*:5557"
-    """The address for events."""
+    """The address at which subscribers get the events."""
     replay_endpoint: str | None = None
     """The address for requests to send earlier batches again, or None if such requests are not possible."""
     topic: str = ""
     buffer_steps: int = 10_000
-    """Number of latest batches that can be sent again."""
+    """Number of the most recent batches that are stored, to send them again on request."""
     hwm: int = 100_000
-    """Maximum number of batches that wait for one slow subscriber. It does not get further batches."""
+    """Maximum number of batches that wait for one slow subscriber. Further batches are lost for this subscriber."""
     max_queue_size: int = 100_000
     """Maximum number of batches that wait to be sent. Further batches are lost."""
     bind: bool | None = None
@@ -163,7 +163,7 @@ class KvEventPublisher:
             else:
                 opened.connect(endpoint)
         except zmq.ZMQError as exc:
-            raise ConfigError(f"--kv-events-config: {name} {endpoint}: {exc.strerror}") from None
+            raise ConfigError(f"--kv-events-config: cannot use {name} {endpoint}: {exc.strerror}") from None
         return opened
 
     def start(self) -> None:
@@ -242,7 +242,7 @@ class KvEventPublisher:
                 opened.close(linger=0)
 
     def _replay_batches(self, replay: zmq.Socket[bytes], topic: bytes, sent: deque[tuple[bytes, bytes]]) -> None:
-        """Answer one request for earlier batches: send those from the requested one on, and an end marker."""
+        """Answer one request for earlier batches: send all batches from the requested number on, then an end marker."""
         request = replay.recv_multipart()
         try:
             client, empty, first = request

@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 def log_look_up(
     request_id: str, first: int, hashes: SequenceOf[bytes], statuses: SequenceOf[Status], present: int, seconds: float
 ) -> None:
-    """Log a look-up of the blocks ``hashes`` in the pool, with the answers ``statuses``.
+    """Log a look-up of the blocks ``hashes`` in the pool, and the pool's answers ``statuses``.
 
-    ``first`` is the index of the first of these blocks in the prompt; the pool has ``present`` leading ones.
+    ``first`` is the index of the first of these blocks in the prompt. The pool has the first ``present`` of them.
     """
     if not log.isEnabledFor(logging.DEBUG):
         return
@@ -61,7 +61,7 @@ def _describe_ranges(sequence: Sequence) -> Iterator[str]:
 
 
 def _explain_rest(sequence: Sequence) -> str:
-    """Explain why the last tokens were computed, if they are the tokens that cannot be cached; else return ""."""
+    """Explain why the last tokens were computed, if they fill no block before the prompt's last token; else ""."""
     tail = (sequence.num_prompt_tokens - 1) % sequence.block_size + 1
     rest = sequence.num_prompt_tokens - sum(count for _, count in sequence.prompt_sources)
     if rest != tail:

@@ -100,7 +100,7 @@ class _Arrival(NamedTuple):
     parent: SpanContext | None
     """The client's span, or None if the client sent none."""
     at: float
-    """The time of ``time.monotonic``."""
+    """When the request arrived, as a time of ``time.monotonic``."""
     epoch: float
     """The time when ``time.monotonic`` was 0, in seconds since 1970. All spans of the request use the same value."""
 
@@ -172,7 +172,7 @@ class Tracer(SpanSender):
     def enter_request(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Record the arrival of a request in the current task, with the trace in its headers.
 
-        ``begin_request`` uses it for the sequences that the task creates.
+        ``begin_request`` uses this record for the sequences that the task creates.
         """
         parent, trace_id, result = self._sample(headers, "request")
         is_sampled = result.decision.name == "RECORD_AND_SAMPLE"
@@ -181,7 +181,7 @@ class Tracer(SpanSender):
         self._arrival.set(arrival if is_sampled else None)
 
     def begin_request(self) -> RequestTrace | None:
-        """Return the trace of a new sequence of the current task's request, or None if it is not traced."""
+        """Return the trace of a new sequence of the current task's request, or None if the request is not traced."""
         arrival = self._arrival.get()
         return None if arrival is None else RequestTrace(self, arrival)
 

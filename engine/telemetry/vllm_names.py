@@ -1,4 +1,4 @@
-"""Metrics of the engine with vLLM's names, for programs that place requests by them, such as endpoint pickers."""
+"""Metrics of the engine with vLLM's names, for programs that choose instances by them, such as endpoint pickers."""
 
 from __future__ import annotations
 

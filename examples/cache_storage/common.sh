@@ -94,7 +94,7 @@ prepare() {
 check_machine() {
     case ${FD_DEBUG:-0} in
         0 | 1) ;;
-        *) die "FD_DEBUG=$FD_DEBUG: set it to 1 for debug logs or to 0" ;;
+        *) die "FD_DEBUG=$FD_DEBUG: set it to 1 for debug logs, or to 0 for none" ;;
     esac
     [ "$ENGINE $DRY_RUN" = "kvstore no" ] || return 0
     if [ "${MOONCAKE_PROTOCOL-}" = rdma ] && [ -z "$(ls /sys/class/infiniband 2>/dev/null)" ]; then

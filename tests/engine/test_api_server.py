@@ -217,7 +217,7 @@ class TestEndpoints:
         with instance.http as client:
             answer = client.post("/reset_prefix_cache?reset_external=true")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
-        assert "not the shared pool; leave it out" in answer.json()["error"]["message"]
+        assert "not the shared pool; leave the parameter out" in answer.json()["error"]["message"]
 
     def test_an_instance_that_no_router_should_know_is_ready(self, instance: Served) -> None:
         with instance.http as client:

@@ -97,7 +97,7 @@ def test_log_folder_and_debug_come_from_the_environment() -> None:
         ("--cache-transfer-protocol ipc,", "--cache-transfer-protocol 'ipc,'", "ipc, rdma, tcp"),
         ("--max-modle-len 5", "'--max-modle-len' is not a flag", "did you mean --max-model-len?"),
         ("--kvcache-storage-backends=file", "'--kvcache-storage-backends'", "did you mean --kvcache-storage-backend?"),
-        ("--quantization wint4", "--quantization: this engine uses the checkpoint's weights", "leave it out"),
+        ("--quantization wint4", "--quantization: this engine uses the checkpoint's weights", "leave the flag out"),
         ("--log-dir x", "'--log-dir' is not a flag", "see --help"),  # FD_LOG_DIR says it
         ("stray", "'stray' is not a flag", "see --help"),
         ("--port", "--port: expected one argument", "see --help"),
@@ -118,7 +118,7 @@ def test_a_model_is_required() -> None:
 
 
 def test_a_debug_switch_that_is_neither_on_nor_off_is_refused() -> None:
-    with pytest.raises(ConfigError, match="FD_DEBUG='yes': set it to 1 for debug logs or to 0"):
+    with pytest.raises(ConfigError, match="FD_DEBUG='yes': set it to 1 for debug logs, or to 0 for none"):
         parse("--model m", {"FD_DEBUG": "yes"})
 
 
@@ -233,5 +233,5 @@ def test_the_routers_token_is_named_by_the_flag_else_by_the_environment() -> Non
     assert parse("--model m --router r:1 --router-token-file /a", environ).router_token_file == Path("/a")
     assert parse("--model m --router r:1", environ).router_token_file == Path("/b")
     assert parse("--model m", environ).router_token_file is None
-    with pytest.raises(ConfigError, match="--router-token-file has no effect without --router; add it"):
+    with pytest.raises(ConfigError, match="--router-token-file has no effect without --router; add --router"):
         parse("--model m --router-token-file /a")

@@ -237,7 +237,7 @@ def test_a_beginning_of_several_flags_is_refused_with_their_names() -> None:
 
 def test_the_tokenizer_may_be_named_where_it_is_the_models() -> None:
     assert parse("--tokenizer m") == parse("")
-    with pytest.raises(ConfigError, match="--tokenizer other: the tokenizer of --model is used; leave it out"):
+    with pytest.raises(ConfigError, match="--tokenizer other: the tokenizer of --model is used; leave the flag out"):
         parse("--tokenizer other")
 
 
@@ -294,7 +294,9 @@ class TestConfigFile:
             self.parse_file(tmp_path, text)
 
     def test_a_file_that_is_not_there_is_told(self) -> None:
-        with pytest.raises(ConfigError, match=r"--config nowhere\.yaml: No such file or directory"):
+        with pytest.raises(
+            ConfigError, match=r"--config nowhere\.yaml: the file cannot be read: No such file or directory"
+        ):
             parse("--config nowhere.yaml")
 
 

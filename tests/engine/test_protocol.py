@@ -190,7 +190,7 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
                 "chat",
                 {"messages": MESSAGES, "chat_template_kwargs": {name: value}},
                 "chat_template_kwargs",
-                f"{name} is not a variable of the checkpoint's chat template; leave it out",
+                f"{name} is not a variable of the checkpoint's chat template; leave the variable out",
             )
             for name, value in [("chat_template", "{{ 'of a client' }}"), ("tokenize", True)]
         ),

@@ -34,9 +34,9 @@ __all__ = ["BlockIndex", "Index", "Search", "best_blocks", "query_of", "represen
 
 
 def representative_of(kind: str, keys: torch.Tensor) -> torch.Tensor:
-    """Compute a vector for each block with which a query is compared to estimate how much attention the block gets.
+    """Compute the representative of each block: the product with a query estimates how much attention the block gets.
 
-    ``keys`` of the blocks are ``[..., tokens, head_dim]``, the vectors are ``[..., width]``. ``kind`` is one of
+    ``keys`` are the keys of the blocks, ``[..., tokens, head_dim]``. The result is ``[..., width]``. ``kind`` is one of
     ``REPRESENTATIVES``.
     """
     if kind == "mean":
@@ -90,7 +90,7 @@ class Search:
         self.num_blocks = num_blocks
         self.rows = rows
         self.all_rows = slice(min(rows), max(rows) + 1)
-        """The smallest slice of the index that has all of these rows."""
+        """The smallest slice of the index that has the rows of all sequences."""
         [self.places] = send_numbers([[row - min(rows) for row in rows]], device)
         """The positions of the rows in ``all_rows``."""
         self.all_blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))

@@ -54,7 +54,7 @@ class ChunkShape:
 
     Attributes:
         num_computed: number of tokens of the sequence that have KV already.
-        num_tokens: number of tokens of the chunk, which follow them.
+        num_tokens: number of tokens of the chunk, directly after the tokens with KV.
         block_table: the blocks of the sequence in the first group of layers.
         samples: whether the logits of the chunk's last token are needed.
         sparse_state: the state of sparse attention, if the chunk uses it. Then the chunk has one token, and of the
@@ -134,7 +134,7 @@ class Decodes:
 
 @dataclass(frozen=True)
 class Tables:
-    """The places of a step's tokens in one group of attention layers."""
+    """Positions of a step's tokens in KV memory, for one group of attention layers."""
 
     write_blocks: torch.Tensor  # [tokens], the block to which the KV of each token is written
     prefills: list[Prefill]
@@ -144,7 +144,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class StateRun:
-    """A chunk in one group of convolution layers, unless it has one token and a state before it."""
+    """A chunk in one group of convolution layers. It has several tokens, or begins its sequence."""
 
     start: int  # position of the chunk's first token in the step's row of tokens
     stop: int  # position after the chunk's last token
@@ -155,7 +155,7 @@ class StateRun:
 
 @dataclass(frozen=True)
 class States:
-    """The places of a step's states in one group of convolution layers."""
+    """Positions of a step's states in KV memory, for one group of convolution layers."""
 
     runs: list[StateRun]
     rows: torch.Tensor  # [N], positions in the row of the chunks with one token and a state before it
@@ -187,7 +187,7 @@ class _Row:
 
 
 class TablePlan:
-    """Computes the places of a step's tokens in one group of attention layers.
+    """Computes where a step's tokens are in KV memory, for one group of attention layers.
 
     Args:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
@@ -226,7 +226,7 @@ class TablePlan:
             self.numbers += self._pad_tables(decodes)
 
     def place(self, sent: Sequence[torch.Tensor]) -> Tables:
-        """Return the places of the step's tokens, as tensors.
+        """Return where the step's tokens are in KV memory, as tensors.
 
         Args:
             sent: the lists of ``numbers``, as tensors on the device.
@@ -318,7 +318,7 @@ class TablePlan:
 
 
 class StatePlan:
-    """Computes the places of a step's states in one group of convolution layers.
+    """Computes where a step's states are in KV memory, for one group of convolution layers.
 
     Args:
         number: the index of the group.
@@ -350,7 +350,7 @@ class StatePlan:
         self.numbers: list[Sequence[int]] = [[single[i] for single in singles] for i in range(3)] + of_runs
 
     def place(self, sent: Sequence[torch.Tensor]) -> States:
-        """Return the places of the step's states, as tensors.
+        """Return where the step's states are in KV memory, as tensors.
 
         Args:
             sent: the lists of ``numbers``, as tensors on the device.

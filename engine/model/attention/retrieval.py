@@ -47,7 +47,7 @@ class SparseState:
         self._max_context = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         self._sets: list[WorkingSet] = []
         self.window_starts: dict[bool, int] = {}
-        """First block of the window in the last step; True: in layers that read all blocks, False: in the others."""
+        """First block of the window in the last step: at True for layers that read all blocks, at False for others."""
         self.host: torch.Tensor | None = None
         """Full blocks in host memory, ``[index, layer, 2, kv_head, token, head_dim]``; None without offload."""
         if sequence.regime is Regime.OFFLOADED:
@@ -62,7 +62,7 @@ class SparseState:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens up to and including the one that this step computes."""
+        """Number of tokens up to and including the token that this step computes."""
         return self.sequence.num_computed + 1
 
     @property
@@ -79,14 +79,14 @@ class SparseState:
         """Return whether blocks must be chosen again in this step.
 
         Args:
-            is_dense: whether this is for the layers that read all blocks, or for the others.
+            is_dense: True: for the layers that read all blocks; False: for the other layers.
             partition: the parts of the sequence's blocks in these layers.
         """
         steps = self.context_length - self.sequence.num_prompt_tokens
         return self.window_starts.get(is_dense) != partition.window_start or steps % self._config.stride == 0
 
     def working_set(self, layer: int) -> WorkingSet:
-        """Return the working set of a layer. The first call creates those of all layers."""
+        """Return the working set of a layer. The first call creates the working sets of all layers."""
         if not self._sets:
             for i in range(self._kv.shape[1]):
                 self._sets.append(WorkingSet(self._config.max_blocks_read(self._max_context, i), self._kv))

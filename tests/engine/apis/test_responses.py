@@ -132,10 +132,14 @@ def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> 
 @pytest.mark.parametrize(
     ("fields", "param", "sentence"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "this engine does not support tools in this API; leave it out"),
+        (
+            {"tools": [{"type": "web_search"}]},
+            "tools",
+            "this engine does not support tools in this API; leave the field out",
+        ),
         ({"reasoning": {"effort": "high"}}, "reasoning", "this engine does not separate reasoning from the answer"),
         ({"max_output": 5}, "max_output", "this API has no such field; did you mean max_output_tokens?"),
-        ({"xyz": 5}, "xyz", "this API has no such field; leave it out"),
+        ({"xyz": 5}, "xyz", "this API has no such field; leave the field out"),
         ({"temperature": -1}, "temperature", "should be greater than or equal to 0, but it is -1"),
         ({"input": []}, "input", "it is empty"),
         ({"input": "x" * 9999}, "input", "the prompt has at least"),
@@ -143,7 +147,7 @@ def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> 
         (
             {"input": [{"type": "item_reference", "id": "x"}]},
             "input",
-            'an item of type "item_reference"; only messages',
+            'the item has the type "item_reference"; give only',
         ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", 'input.0.role: it is "tool"; give one of user'),
         ({"input": [{"role": "user"}]}, "input", "input.0.content: it is null; give a text, or a list of text parts"),

@@ -178,7 +178,7 @@ class TestPause:
             assert (failed.status_code, failed.json()["status"], failed.json()["result"]) == (500, "error", None)
             message = failed.json()["error_message"]
             assert message.startswith(f"Failed to run control method pause: {failed.json()['request_id']} ")
-            assert message.endswith("running requests have not ended within 0.05 s")
+            assert message.endswith("running requests have not ended within 0.05 s; try again")
             assert await is_paused(client)
 
     @in_event_loop
@@ -541,7 +541,7 @@ class TestUpdateWeights:
             sleeping = asyncio.create_task(order(client, "/v1/sleep"))
             await eventually(begun.is_set, "the first order to begin")
             for path in ("/v1/pause", "/v1/resume"):
-                assert (await fail(client, path)).endswith("the previous command has not ended within 0.2 s")
+                assert (await fail(client, path)).endswith("the previous command has not ended within 0.2 s; try again")
             end.set()
             await sleeping
 

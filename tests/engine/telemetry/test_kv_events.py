@@ -194,7 +194,7 @@ def test_a_port_that_is_in_use_or_an_endpoint_that_is_none_is_told_at_once(publi
     _, told = publish_at()
     for name in ("endpoint", "replay_endpoint"):
         for endpoint, problem in ((told["endpoint"], "Address already in use"), ("5557", "Invalid argument")):
-            with pytest.raises(ConfigError, match=f"--kv-events-config: {name} {endpoint}: {problem}"):
+            with pytest.raises(ConfigError, match=f"--kv-events-config: cannot use {name} {endpoint}: {problem}"):
                 publish_at(**{name: endpoint})
 
 

@@ -118,7 +118,7 @@ async def test_a_hand_over_that_fails_tells_its_way(
     async with pair_of(tiny_checkpoint, word_tokenizer, store=store) as pair:
         pair.prefill.transfer.fails = True
         await pair.answer()
-    assert told.has("r", "transferred through the pool: a write to the decode instance failed")
+    assert told.has("r", "KV transferred through the pool, because a write to the decode instance failed")
     assert told.has("r", "the prefill instance has saved the prompt to the pool")
     decode = next(line for line in told.sources("r") if "KV from prefill" in line)
     assert decode.startswith(

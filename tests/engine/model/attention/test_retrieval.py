@@ -363,9 +363,9 @@ def test_at_128k_tokens_the_methods_defaults_hold_a_quarter_of_the_kv_at_most() 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"local_tokens": BLOCK}, "--retrieval-local-tokens 16 is not more than one block; raise it above 16"),
+        ({"local_tokens": BLOCK}, "--retrieval-local-tokens 16 is not more than one block; give more than 16"),
         ({"dense_boundary": 9, "offload_boundary": 8}, "--retrieval-dense-boundary 9 is above"),
-        ({"representative": "median"}, "--retrieval-representative 'median' is none of min_max, mean_std"),
+        ({"representative": "median"}, "--retrieval-representative 'median' is not one of min_max, mean_std"),
         ({"dense_layers": -1}, "--retrieval-dense-layers -1 is negative"),
     ],
 )
