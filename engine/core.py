@@ -144,7 +144,7 @@ class EngineCore:
 
     @property
     def holds_stop_up(self) -> str:
-        """A text for the log about what ``stop`` waits for: the running step, saves to the pool, or the pool's client."""
+        """Text for the log about what ``stop`` waits for: the running step, saves to the pool, or the pool's client."""
         if self.is_alive:
             return "the running step"
         if self._connector and (count := self._connector.pending_save_blocks):
