@@ -175,7 +175,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML file with flags, such as max_model_len: 4096; the command line overrides it",
     )
-    add("--tokenizer", help="no other value than that of --model is accepted")
+    add("--tokenizer", help="only the value of --model is accepted")
     add("--metrics-port", type=_parse_port, help="second port with the same HTTP paths, for example for /metrics")
     add(
         "--metrics-dialect",
@@ -247,7 +247,7 @@ def _add_pool_flags(parser: argparse.ArgumentParser) -> None:
         "--enable-output-caching",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="also save generated blocks, except those of sparse attention",
+        help="also save blocks of generated tokens, unless sparse attention computed them",
     )
     add(
         "--kv-events-config",

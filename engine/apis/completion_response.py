@@ -152,7 +152,7 @@ class CompletionResponse(BegunResponse):
         """Return the log probabilities of pieces of a choice, or None if the client did not request them."""
 
     def _token_ids(self, index: int, pieces: list[Piece], *, with_prompt: bool) -> dict[str, Any]:
-        """Return the members for ``return_token_ids``: the token ids of pieces of a choice, and those of its prompt."""
+        """Return the members for ``return_token_ids``: token ids of pieces of a choice, and token ids of its prompt."""
         if not self._body.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": list(self._choices.prompt_of(index))} if with_prompt else {}

@@ -27,7 +27,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses by id, and removes the least recently used ones if there are too many.
+    """Stores responses by id, and removes the least recently used responses if there are too many.
 
     The limits are the number of responses, and the number of characters of all their conversations together.
     """

@@ -143,7 +143,7 @@ class HandoverReceiver:
         expiry_seconds: float = EXPIRY_SECONDS,
     ) -> None:
         self.others: dict[str, Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]] = {}
-        """For each type of first message except "begin", the function that answers; tests imitate other engines so."""
+        """For a type of first message other than "begin", the function that answers. Only simulated engines set it."""
         self._memory = memory
         self._silence_seconds = silence_seconds
         self._expiry_seconds = expiry_seconds
@@ -242,7 +242,7 @@ class HandoverReceiver:
             if (answer := self.others.get(first["type"])) is not None:
                 return await answer(first, writer)
             if first["type"] != "begin" or not isinstance(first.get("request_id"), str):
-                raise ValueError(f"expected a begin message, got {str(first)[:200]}")
+                raise ValueError(f'the first message must have the type "begin", but it is {str(first)[:200]}')
             request_id = first["request_id"]
             handover = _Handover(first["request_id"], Prompt.from_message(first), self._memory)
             self._announce_handover(request_id, handover)
@@ -283,7 +283,7 @@ class HandoverReceiver:
         if memory is None:
             reason = "this instance does not accept direct transfers"
         elif different := [name for name, value in memory.terms.items() if first.get(name) != value]:
-            reason = f"its {' and '.join(different)} differs from that of the prefill instance"
+            reason = f"the {' and the '.join(different)} must be equal in both instances"
         else:
             handover.reservation = await memory.reserve_blocks(handover.prompt)
             if handover.reservation is None:

@@ -84,7 +84,7 @@ class Choices:
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """Yield the pieces of all answers as they arrive, each with the index of its answer.
 
-        The other answers to a prompt start when the first one has its first token, because then they find the prompt's
+        The other answers to a prompt start when the first answer has a token, because then they find the prompt's
         blocks in the prefix cache. If the iterator is closed, all answers are aborted.
         """
         if len(self._generations) == 1:
@@ -118,7 +118,7 @@ class Choices:
     def _begin_others(self, first: int, queue: _Queue) -> list[asyncio.Task[None]]:
         """Start the other answers to a prompt, whose first answer has the index ``first``.
 
-        If the first answer was aborted, the others end immediately.
+        If the first answer was aborted, the other answers end immediately.
         """
         others = range(first + 1, first + self._per_prompt)
         if self._generations[first].is_aborted:
@@ -128,7 +128,7 @@ class Choices:
 
 
 def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add the numbers of the usage object ``more`` to those of ``usage``, which may lack members of ``more``."""
+    """Add the numbers of the usage object ``more`` to ``usage``, which may lack members of ``more``."""
     for name, value in more.items():
         if isinstance(value, dict):
             _add_figures(usage.setdefault(name, {}), value)

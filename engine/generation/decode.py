@@ -25,7 +25,7 @@ class DecodeGeneration(Generation):
     """
 
     _needs_handover = False
-    """Whether the request fails if the hand-over fails. Tests set this, because some engines behave so."""
+    """Whether the request fails if the hand-over fails. Tests set this to imitate vLLM and SGLang."""
 
     def __init__(self, parts: SharedParts, request: Request) -> None:
         super().__init__(parts, request)
@@ -115,7 +115,7 @@ class DecodeGeneration(Generation):
         )
 
     def _cached_tokens(self) -> tuple[int, int]:
-        """Return the cached tokens of the prefill instance; if the hand-over failed, those of this instance."""
+        """Return the cached tokens of the prefill instance, or of this instance if the hand-over failed."""
         if self._result is None:
             return super()._cached_tokens()
         return self._result.own_cached_tokens, self._result.pool_cached_tokens

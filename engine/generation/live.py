@@ -1,4 +1,4 @@
-"""Creates the generations of an instance for its role, and aborts running ones by the ids of their requests."""
+"""Creates the generations of an instance for its role, and aborts running generations by the ids of their requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 class Generations:
-    """Creates generations, and has a list of the running ones.
+    """Creates generations, and has a list of the running generations.
 
     Args:
         parts: the parts of the instance.

@@ -153,7 +153,7 @@ def choose_kernels(device: torch.device) -> None:
 def settle_rope(model: torch.nn.Module) -> None:
     """Switch off a check in RoPE modules: whether a sequence is so long that the frequencies must change.
 
-    Each check would wait for the device. It is not necessary, because ``check_length`` refuses such long sequences.
+    Each check would wait for the device. No check is necessary, because ``check_length`` refuses such long sequences.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
@@ -165,7 +165,7 @@ def shorten_look_ups(model: torch.nn.Module) -> None:
 
     Otherwise each access calls ``Module.__getattr__``. These calls took a tenth of the host's time of a decode step,
     and on a GPU the host limits the speed of a step. If an attribute is set later, ``Module.__setattr__`` removes the
-    stored one.
+    stored attribute.
     """
     for module in model.modules():
         module.__dict__.update(module._modules)

@@ -48,7 +48,7 @@ class LayerGroups:
     """The groups of a model's layers.
 
     Attributes:
-        members: the groups. If one has full attention, it is the first one.
+        members: the groups. If a group has full attention, it is the first group.
         block_layers: a block has room for the KV of this number of layers.
         conv: the state of each convolution layer, or None if the model has no convolution layers.
         ignored_window: length of a sliding window that no sequence exceeds: layers with this window are in the group

@@ -28,7 +28,7 @@ _HOST_SHARE, _MAX_HOST_BYTES = 4, 4 << 30
 
 
 def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
-    """Return the number of KV blocks: that of ``--num-gpu-blocks-override``, else as many as fit in memory.
+    """Return the number of KV blocks: ``--num-gpu-blocks-override`` if given, else as many as fit in memory.
 
     Raises:
         ConfigError: the blocks do not fit in memory, or the longest sequence does not fit in the blocks.
@@ -75,7 +75,7 @@ def _check_room(reserved: str, wanted: int, room: int, args: EngineArgs, verb: s
     """Raise ``ConfigError`` if KV blocks need more than ``room`` bytes.
 
     Args:
-        reserved: the beginning of the message: what the other parts need.
+        reserved: the beginning of the message: what a step, sparse attention and staging buffers need.
         wanted: number of bytes that KV blocks need.
         room: number of bytes that are available for KV blocks.
         args: the arguments of the instance.

@@ -110,7 +110,7 @@ class SeenTokens:
     def _give_rows(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Assign rows to the sequences that have none, and return these rows.
 
-        If there are not enough free rows, take those of sequences that are not in ``sequences``.
+        If there are not enough free rows, take rows of sequences that are not in ``sequences``.
         """
         coming = [sequence for sequence in sequences if sequence not in self._listed]
         if not coming:
@@ -158,7 +158,7 @@ def _list_candidates(sequences: SequenceOf[Sequence], vocab_size: int) -> list[i
     """Return for each try to draw tokens how many of the most likely tokens take part, the first try first.
 
     To sort the whole vocabulary takes many times as long as to find its best ``CANDIDATES`` tokens, and almost every
-    drawn token is one of these. Only if a drawn token is not certain, it is drawn again from the whole vocabulary.
+    drawn token is one of these. A token is drawn from the whole vocabulary only if the first draw is not certain.
     """
     most = max((sequence.request.params.top_k for sequence in sequences if _is_drawn(sequence)), default=0)
     return [vocab_size] if max(most, CANDIDATES) >= vocab_size or most > CANDIDATES else [CANDIDATES, vocab_size]
@@ -239,7 +239,7 @@ def _find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
     """Return the ``count`` highest logits of each row and their tokens, both ``[rows, count]``, the highest first.
 
     Equal logits are ordered by their tokens, the lower token first. ``topk`` does not define the order of equal values.
-    So it gets integers that are made of a logit and its token, and are never equal.
+    So ``topk`` gets integers that are made of a logit and its token, and are never equal.
     """
     width = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32).long()  # -0 becomes 0

@@ -2,8 +2,8 @@
 
 At the end of each operation the computation waits for its slowest thread. So if a copy takes CPU time from one thread,
 all threads wait. Measured on two cores with four sequences in decode and steps of 11 ms: while 2,000 tokens were
-loaded, a step took 18 ms on average and at most 47. With a lower priority for the pool's threads it took 13 ms. On an
-idle machine the lower priority makes loads no slower.
+loaded, a step took 18 ms on average and at most 47 ms. With a lower priority for the pool's threads a step took 13 ms.
+On an idle machine the lower priority makes loads no slower.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def yield_to_compute() -> None:
 def in_background(call: Callable[[], T]) -> T:
     """Run ``call`` on a thread with a lower priority, and return its result.
 
-    Threads that ``call`` starts, also those of native libraries, get the same priority.
+    Threads that ``call`` starts, also in native libraries, get the same priority.
     """
     with ThreadPoolExecutor(1, initializer=yield_to_compute) as thread:
         return thread.submit(call).result()

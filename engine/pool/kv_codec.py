@@ -31,7 +31,7 @@ _TYPES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 class _QuantisingCodec:
     """A codec (``int8`` or ``fp8``) that stores one scale per channel and one byte per element.
 
-    The blocks are those of KV memory ``[block, layer, k/v, head, token, dimension]``.
+    It compresses blocks of KV memory ``[block, layer, k/v, head, token, dimension]``.
     """
 
     def __init__(self, kv: torch.Tensor, name: str) -> None:

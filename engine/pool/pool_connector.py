@@ -165,7 +165,7 @@ class PoolConnector:
         self._transfers.load(names, blocks, on_end, release, decide=decide)
 
     def _list_blocks(self, sequence: Sequence, places: range) -> tuple[list[bytes], list[int]]:
-        """Return names and indices of the blocks of all groups at ``places``, without released ones."""
+        """Return names and indices of the blocks of all groups at ``places`` that were not released."""
         hashes = sequence.hashes()
         names: list[bytes] = []
         blocks: list[int] = []
@@ -390,7 +390,7 @@ class PoolConnector:
         self._transfers.call_after_flush(callback)
 
     def close(self) -> None:
-        """Wait a limited time for running saves, drop the others, and close the pool."""
+        """Wait a limited time for saves, drop saves that have not ended by then, and close the pool."""
         self._refill.close()
         self._transfers.close()
 

@@ -52,7 +52,7 @@ def stage_handovers(
 ) -> StagedMemory:
     """Return access to KV memory for hand-overs through buffers in host memory, which ``registry`` registers.
 
-    ``incoming_bytes`` is the size of all buffers for incoming hand-overs, ``buffer_bytes`` that of one buffer.
+    ``incoming_bytes`` is the size of all buffers for incoming hand-overs, ``buffer_bytes`` the size of one buffer.
     """
     kv = KVTensors([runner.kv], len(runner.kv))
     device = _stand_in(runner)

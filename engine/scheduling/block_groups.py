@@ -23,7 +23,7 @@ class BlockGroups:
     """The groups of a model's layers.
 
     Args:
-        groups: the groups. They have the same block size. If one has full attention, it is the first one.
+        groups: the groups. They have the same block size. If a group has full attention, it is the first group.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:

@@ -93,7 +93,7 @@ class BlockManager:
         return block in self._withheld
 
     def iterate_hashes(self) -> Iterator[bytes]:
-        """Yield the hashes of all published blocks: first of idle ones, most recently used first, then of held ones."""
+        """Yield the hashes of all published blocks: first idle blocks, most recently used first, then held blocks."""
         for block in reversed(self._unused):
             if (block_hash := self._hash_of[block]) is not None:
                 yield block_hash
@@ -124,7 +124,7 @@ class BlockManager:
     def allocate_blocks(self, count: int) -> list[int]:
         """Return ``count`` blocks with undefined contents and one reference each.
 
-        If there are not enough free blocks, evict the contents of idle ones.
+        If there are not enough free blocks, evict the contents of idle blocks.
 
         Raises:
             NoFreeBlocks: fewer than ``count`` blocks are available. No block was changed.

@@ -10,7 +10,7 @@ content, it applies to the prompt up to the end of that message or part. OpenAI'
 the prompt up to each part with ``prompt_cache_breakpoint``.
 
 The instance pins these blocks in the pool for the given time; each request with the hint starts the time again. A pool
-may still evict pinned blocks if it is full of them, and a pool that cannot pin blocks ignores hints.
+may still evict pinned blocks if all of its blocks are pinned. A pool that cannot pin blocks ignores hints.
 """
 
 from __future__ import annotations

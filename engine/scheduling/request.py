@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 LEAST_PENALTY, GREATEST_PENALTY = 0.01, 100.0
-"""Bounds of ``repetition_penalty``. With a value outside of them, a logit might become infinite."""
+"""Bounds of ``repetition_penalty``. With a value outside of these bounds, a logit might become infinite."""
 
 # The sources in ``Sequence.prompt_sources``, each with its label in metrics.
 _ORIGINS = {"own cache": "own_cache", "the pool": "pool", "the prefill instance": "handed_over"}
@@ -261,7 +261,7 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more than one token has no KV, so that the next step computes a chunk of them."""
+        """Whether more than one token has no KV, so that the next step computes a chunk of these tokens."""
         return len(self.token_ids) - self.num_computed > 1
 
     @property

@@ -11,7 +11,7 @@ At most ``max_num_seqs`` sequences run. Each step has a budget of tokens. First,
 The rest of the budget goes to chunks of prompts. So a long prompt delays a decode by at most one step. With a pool, up
 to ``max_num_seqs`` further sequences get blocks in advance, so that they load blocks while others compute.
 
-Sequences are ordered by arrival; older ones go first, so that every sequence ends. If blocks run out, the youngest
+Sequences are ordered by arrival; older sequences go first, so that every sequence ends. If blocks run out, the youngest
 sequence that is ready is preempted; if none is ready, the youngest that runs. A preempted sequence releases its blocks
 and is computed again later; it can take its published blocks from the prefix cache, if they were not evicted.
 
@@ -233,7 +233,7 @@ class Scheduler:
             sequence: the sequence, in the state ``LOADING``.
             num_blocks: number of blocks that the load filled; they follow the blocks that had KV before the load.
             usable: whether the sequence may write to its other blocks. If not, because a late call may still write to
-                them, the sequence releases all of its blocks and waits for different ones.
+                them, the sequence releases all of its blocks and waits for other blocks.
         """
         self.loading.remove(sequence)
         if sequence.aborted:

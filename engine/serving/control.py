@@ -1,6 +1,6 @@
 """Executes commands of an operator or a trainer, as FastDeploy does.
 
-- Pause: abort running requests, refuse new ones, and clear the prefix cache.
+- Pause: abort running requests, refuse new requests, and clear the prefix cache.
 - Sleep: pause, and free the memory of the weights or of KV blocks.
 - Update of weights: load the weights that are now in the checkpoint's folder, while the instance is paused. KV of the
   old weights is not used afterwards. If an update fails halfway, the instance is broken: it refuses all requests until
@@ -90,7 +90,7 @@ class Control:
         return self._runner.version or None
 
     async def pause(self) -> None:
-        """Refuse new requests, abort running ones, and clear the prefix cache.
+        """Refuse new requests, abort running requests, and clear the prefix cache.
 
         Raises:
             ControlFailed: running requests did not end in time; new requests are refused nevertheless.
@@ -270,7 +270,7 @@ class Control:
 
     @contextlib.asynccontextmanager
     async def _take_turn(self) -> AsyncIterator[None]:
-        """Wait until all earlier commands have ended; later ones wait until the ``with`` block ends."""
+        """Wait until all earlier commands have ended; later commands wait until the ``with`` block ends."""
         try:
             await asyncio.wait_for(self._turn.acquire(), _COMMAND_SECONDS)
         except (asyncio.TimeoutError, TimeoutError):

@@ -85,7 +85,7 @@ def _refuse_dynamic() -> Response:
 
 
 async def _read_fields(request: Request) -> dict[str, Any]:
-    """Return the parameters of a command: the members of the JSON body, or those of the query if there is no body."""
+    """Return the parameters of a command: members of the JSON body, or of the query if there is no body."""
     body = await read_body(request)
     if not body:
         return dict(request.query_params)

@@ -1,4 +1,4 @@
-"""The HTTP paths of an instance, except those of commands."""
+"""The HTTP paths of an instance, except the paths of commands (``control_paths.py``)."""
 
 from __future__ import annotations
 

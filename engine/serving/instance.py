@@ -86,7 +86,7 @@ class Instance:
         """
         self.args = args
         self.start_id = secrets.token_hex(8)
-        """A random id, by which the router distinguishes this process from earlier ones with the same address."""
+        """A random id, by which the router distinguishes this process from earlier processes with the same address."""
         self._connector = connector
         self._dialect = dialect or PairDialect()
         self._registered_at = -math.inf
@@ -164,7 +164,7 @@ class Instance:
                 memory = stage_handovers(runner, transfer, incoming_bytes)
             return BlockMemory(self.core, runner, transfer, memory, incoming_bytes // runner.shape.nbytes)
         except (TransferUnavailable, OSError) as exc:
-            log.warning("Prompts are transferred only through the pool, not directly: %s", exc)
+            log.warning("Prompts are transferred only through the pool, not directly, because %s", exc)
             return None
 
     def describe_blocks(self) -> dict[str, Any]:

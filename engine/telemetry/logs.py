@@ -87,7 +87,7 @@ def _take_folder(folders: Sequence[Path]) -> tuple[Path, bool]:
     The lock ends with this process.
 
     Returns:
-        The folder and True. If other processes use all of them: the last folder and False.
+        The folder and True. If other processes use all folders: the last folder and False.
     """
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)

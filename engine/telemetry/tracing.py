@@ -32,7 +32,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class Phase(NamedTuple):
-    """A phase of a request, such as prefill. Its times are those of ``time.monotonic``."""
+    """A phase of a request, such as prefill. Start and end are times of ``time.monotonic``."""
 
     name: str
     start: float
@@ -43,7 +43,7 @@ class Phase(NamedTuple):
 
 
 def list_phases(sequence: Sequence, now: float, trouble: str = "") -> Iterator[Phase]:
-    """Yield the phases of a sequence, except its saves. The times are those of its first admission.
+    """Yield the phases of a sequence, except its saves. The times are from the first admission of the sequence.
 
     Args:
         sequence: the sequence.

@@ -437,7 +437,7 @@ async def test_another_models_prefill_is_refused(tiny_checkpoint: Path, word_tok
         prefill.say("begin", request_id="r", **described, **pair.decode.memory.terms | {term: "another"})
         assert await prefill.hear() == {
             "type": "refused",
-            "reason": f"its {term} differs from that of the prefill instance",
+            "reason": f"the {term} must be equal in both instances",
         }
         prefill.say("failed", reason="no reason")
         assert await reader.read() == b""

@@ -196,7 +196,7 @@ def paged_attention(
         attention_mask: unused; ``paged`` has the masks.
         paged: the tokens of the step and their places.
         scaling: factor of the scores, or None for 1 / sqrt(head_dim).
-        sliding_window: the window of the layer. It must be that of the layer's group, or ``paged.ignored_window``.
+        sliding_window: the window of the layer; must equal the window of the group, or ``paged.ignored_window``.
         softcap: limit of the scores, as in Gemma 2, or None for no limit.
         s_aux: sinks as in gpt-oss, ``[heads]``: for each head a score that takes part in the softmax but has no value;
             None if the model has no sinks.

@@ -241,7 +241,7 @@ class TablePlan:
         return Tables(write_blocks, prefills, decodes, self._span)
 
     def find_pages(self, tables: torch.Tensor) -> torch.Tensor:
-        """Return the indices of the pages of K and V of blocks, for layer 0, flattened from ``[2, N, kv_head, n]``.
+        """Return the page indices of K and V in layer 0 for the blocks ``tables``: ``[2, N, kv_head, n]``, flattened.
 
         A page is the part of a block for one layer, K or V, and one KV head. Page 0 of KV memory is that of block 0,
         layer 0, K, KV head 0.

@@ -42,7 +42,7 @@ class WorkingSet:
         self._num_full = -1  # number of slots before that of the newest block
 
     def fill(self, wanted: torch.Tensor, source: torch.Tensor, layer: int) -> int:
-        """Copy missing full blocks from host memory, so that the working set has exactly the wanted ones.
+        """Copy missing full blocks from host memory, so that the working set has exactly the wanted blocks.
 
         Args:
             wanted: the wanted blocks, bool, ``[kv_head, block of the sequence]``, in host memory. It is true for the
