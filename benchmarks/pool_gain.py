@@ -156,18 +156,24 @@ def measure_trace(
 
 
 def measure_routers(
-    prompts: Sequence[Prompt], block_tokens: int, spread: str, folder: Path, venv: Path
+    prompts: Sequence[Prompt], block_tokens: int, spread: str, folder: Path, venv: Path, runs: int
 ) -> dict[str, Any]:
-    """Return the table of a trace by router."""
+    """Return the table of a trace by router: the median of several runs for each figure."""
     model = folder / "model"
     make_model(model)
+    systems = list(itertools.product(("own caches", "own caches and the pool"), (*OUR_POLICIES, *PEERS)))
+    measured: dict[tuple[str, str], list[list[Any]]] = {system: [] for system in systems}
+    for number in range(runs):
+        for way, name in systems[:: -1 if number % 2 else 1]:
+            if name in OUR_POLICIES:
+                values = replay(prompts, block_tokens, model, folder, way, name)
+            else:
+                values = replay_by_peer(prompts, block_tokens, model, folder, way, name, venv)
+            print(way, name, values, flush=True)
+            measured[way, name].append(values)
     rows = []
-    for way, name in itertools.product(("own caches", "own caches and the pool"), (*OUR_POLICIES, *PEERS)):
-        if name in OUR_POLICIES:
-            values = replay(prompts, block_tokens, model, folder, way, name)
-        else:
-            values = replay_by_peer(prompts, block_tokens, model, folder, way, name, venv)
-        print(way, name, values, flush=True)
+    for (way, name), values_of_runs in measured.items():
+        values = [statistics.median(figures) for figures in zip(*values_of_runs, strict=True)]
         is_ours = name in OUR_POLICIES
         title = f"{f'kvrouter, {name}' if is_ours else name}, {way}"
         rows.append({"name": title, "ours": is_ours, "values": values})
@@ -234,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, default=Path("../shared/traces/conversation_trace.jsonl"))
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--peers-venv", type=Path, help="environment of the other routers, as for router_overhead.py")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each router (default 5)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -250,14 +257,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             table = measure_trace(prompts, ENGINE_BLOCK, "Agents", spread, folder)
         else:
             picked = pick_conversations(read_trace(options.trace), options.requests, MOST_BLOCKS)
-            spread = f"{len(picked)} requests, {AT_ONCE} at a time, blocks of 512 tokens scaled to 32; one run each"
+            spread = f"{len(picked)} requests, {AT_ONCE} at a time, blocks of 512 tokens scaled to 32; "
             prompts = [row.hash_ids for row in picked]
             if options.part == "routers":
                 if options.peers_venv is None:
                     parser.error("routers needs --peers-venv")
-                table = measure_routers(prompts, 32, spread, folder, options.peers_venv.absolute())
+                venv = options.peers_venv.absolute()
+                spread += f"medians of {options.runs} runs"
+                table = measure_routers(prompts, 32, spread, folder, venv, options.runs)
             else:
-                table = measure_trace(prompts, 32, "Conversations", spread, folder)
+                table = measure_trace(prompts, 32, "Conversations", spread + "one run each", folder)
     if options.json:
         options.json.write_text(json.dumps(table | describe_run("pool_gain.py", argv, begun, load), indent=1) + "\n")
     return 0
