@@ -21,7 +21,7 @@ _SALT_BYTES = 16
 
 
 class CacheSalts:
-    """Computes the cache salts of clients."""
+    """Computes the ``cache_salt`` of each client from its API key."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         """

@@ -112,12 +112,12 @@ ROUTES: tuple[Route, ...] = (
     _serve(Access.ADMIN, "/docs"),
     _serve(Access.ADMIN, "/redoc"),
 )
-"""All paths of the router."""
+"""All paths of the router. A request for another path gets status 404."""
 
 _EXACT = {route.path: route for route in ROUTES if "{" not in route.path}
 
 FORWARDED = tuple(path for path, route in _EXACT.items() if route.is_forwarded)
-"""Forwarded paths without placeholders."""
+"""The paths without placeholders whose requests are forwarded to an instance."""
 
 
 def find_route(path: str) -> Route | None:

@@ -16,7 +16,7 @@ BURST_SECONDS = 10.0
 
 
 class TokenRates:
-    """The token buckets of all clients."""
+    """The token buckets of all clients, which limit their tokens per second."""
 
     def __init__(self, common: float, own: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
         """

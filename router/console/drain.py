@@ -74,13 +74,13 @@ def _parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("wait", "until_restart"):
         if flags.undrain and getattr(flags, name):
             raise SettingsError(
-                f"--undrain cancels a drain and --{name.replace('_', '-')} is for a drain; leave out one"
+                f"--undrain cancels a drain and --{name.replace('_', '-')} is for a drain; give only one of them"
             )
     return flags
 
 
 def make_parser() -> FlagParser:
-    """Return the parser of the flags."""
+    """Return the parser of the flags of ``kvrouter drain``."""
     parser = FlagParser(prog="kvrouter drain", description="Stops new requests to instances.")
     parser.add_argument("instances", nargs="*", metavar="HOST:PORT", help="instance as listed by /registered")
     parser.add_argument(
@@ -133,7 +133,7 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
 
 
 async def _check_loss(router: RouterClient, instances: Sequence[str], flags: argparse.Namespace) -> None:
-    """Ask for confirmation if the instances are the last usable ones of their role. With --self-port, only warn."""
+    """Ask for confirmation if no other instance of their role is usable. With --self-port, only print a warning."""
     try:
         listed = await _ask(router.list_instances, AWAY_SECONDS if flags.wait is not None else 0.0)
     except TokenWanted:

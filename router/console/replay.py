@@ -31,7 +31,7 @@ _DAMAGES = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 
 class _Line(NamedTuple):
     time: float
-    """Seconds since 1970."""
+    """Time of the line, in seconds since 1970."""
     process: str
     text: str
     ids: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> FlagParser:
-    """Return the parser of the flags."""
+    """Return the parser of the flags of ``kvrouter replay``."""
     parser = FlagParser(prog="kvrouter replay", description="Shows the entries of a flight recorder, as a timeline.")
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="file of a flight recorder, or a folder with its files"

@@ -130,7 +130,7 @@ class Report:
     ttft: list[float] = field(default_factory=list)
     """Time to first token of each request, in seconds."""
     tokens: int = 0
-    """Number of prompt tokens."""
+    """Number of prompt tokens of all requests."""
     own_tokens: int = 0
     """Number of prompt tokens from the own cache of the request's instance."""
     pool_tokens: int = 0
@@ -192,7 +192,7 @@ class _Timeline(asyncio.SelectorEventLoop):
 
 
 class _Jumps(selectors.DefaultSelector):
-    """A selector that never waits."""
+    """The selector of the simulated event loop. Instead of waiting, it advances the simulated clock."""
 
     now = 0.0
 
@@ -434,7 +434,9 @@ def make_parser() -> FlagParser:
         "--cache-blocks", type=_positive_number(int), default=3000, metavar="N",
         help=f"blocks of {TOKENS_PER_BLOCK} tokens that an instance caches (default 3000)",
     )  # fmt: skip
-    parser.add_argument("--policy", choices=POLICIES, action="append", help="simulate only this policy; repeatable")
+    parser.add_argument(
+        "--policy", choices=POLICIES, action="append", help="simulate only this policy; repeat the flag for more"
+    )
     parser.add_argument(
         "--routers", type=_positive_number(int), default=1, metavar="N",
         help="number of router processes; a random one chooses the instance for a request (default 1)",

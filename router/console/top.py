@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> FlagParser:
-    """Return the parser of the flags."""
+    """Return the parser of the flags of ``kvrouter top``."""
     parser = FlagParser(
         prog="kvrouter top", description="Shows the state of the router and its instances in a terminal."
     )

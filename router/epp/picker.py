@@ -81,7 +81,7 @@ class Picker:
             raise SettingsError(f"cannot listen for gateways at {address}: choose another --epp-port ({exc})") from None
 
     async def start(self) -> None:
-        """Start the server."""
+        """Start the gRPC server."""
         await self._server.start()
         _log.info("the endpoint picker listens at port %d", self.port)
 

@@ -36,7 +36,7 @@ __all__ = [
 BUFFERED, FULL_DUPLEX_STREAMED = 2, 4
 """Modes in which a gateway sends bodies."""
 SERVING, NOT_SERVING = 1, 2
-"""Results of a health check."""
+"""Values of ``status`` in the response of a health check."""
 
 # Each line is a message with its fields: ``TYPE NAME = NUMBER``. ``*`` marks a repeated field, ``%`` a map with string
 # keys. ``GROUP/`` is the oneof to which a field belongs.

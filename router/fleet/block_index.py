@@ -70,7 +70,7 @@ def read_fields(data: bytes, content_type: str) -> dict[str, Any]:
 
     def check_container(container: Any) -> Any:
         if next(numbers) >= _MAX_CONTAINERS:
-            raise BadBody("the body has too many arrays and maps")
+            raise BadBody(f"the body has too many arrays and maps; at most {_MAX_CONTAINERS} are allowed")
         return container
 
     try:
@@ -80,7 +80,7 @@ def read_fields(data: bytes, content_type: str) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError, OverflowError):
         raise BadBody("the Content-Type is msgpack, but the body is not valid msgpack") from None
     if not isinstance(fields, dict):
-        raise BadBody("the body is not a map in msgpack")
+        raise BadBody("the Content-Type is msgpack, so the body must be a map in msgpack")
     return fields
 
 
@@ -178,7 +178,8 @@ class BlockIndex:
             endpoint = publisher.kv_events["endpoint"]
             for other in known.values():
                 if other.kv_events["endpoint"] == endpoint:
-                    raise BadBody(f"publisher {other.key!r} has the endpoint {endpoint!r} already", "endpoint")
+                    message = f"publisher {other.key!r} has the endpoint {endpoint!r} already; unregister it first"
+                    raise BadBody(message, "endpoint")
             if len(known) >= MAX_PUBLISHERS:
                 message = f"{MAX_PUBLISHERS} publishers are registered, which is the maximum of this router"
                 raise Refused(ApiError(429, message, "too_many_publishers"))

@@ -27,7 +27,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self.state = "closed"
-        """``closed``, ``open`` or ``half_open``."""
+        """State of the breaker: ``closed``, ``open`` or ``half_open``."""
         self.failures = 0
         """Number of failed requests in a row."""
         self.retry_at = -math.inf

@@ -78,8 +78,9 @@ class RouterServer(uvicorn.Server):
         self._picker: Picker | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: stop, perhaps after a delay, and wait for running requests. A second signal ends the
-        wait.
+        """Handle a signal: stop, after SIGTERM with the configured delay, and wait for running requests.
+
+        A second signal ends all waiting.
         """
         delay, grace = self._router.settings.shutdown_delay_secs, self._graces[signal.Signals(sig)]
         if self.should_exit or self._is_leaving:

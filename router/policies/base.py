@@ -156,14 +156,14 @@ class Decision(NamedTuple):
     cached_tokens: int = 0
     """Number of prompt tokens that the instance will not have to compute, as the policy expects."""
     computed_before: tuple[int, int] = (0, 0)
-    """Two numbers of leading chunks that were computed before: by this instance, and by any instance."""
+    """Numbers of leading chunks of the prompt that earlier requests have computed: at the instance; at any instance."""
 
 
 class Outcome(NamedTuple):
     """The result of a request, for the policy that chose its instance."""
 
     key: str
-    """Key of the instance."""
+    """Key of the instance that served the request."""
     queued: float
     """``InstanceLoad.queued`` when the request was sent to the instance, without the request's own work."""
     ttft: float | None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 __all__ = ["POOL", "ResumePoints"]
 
 POOL = ""
-"""Key of the pool, next to the keys of instances."""
+"""The key that means the pool. All other keys are keys of instances."""
 
 _MAX_ENTRIES = 20_000
 _MAX_REMOVED = 4  # in one call, so that no request waits for many others' entries
@@ -87,7 +87,7 @@ class ResumePoints:
         self.is_empty = not self._ends
 
     def forget(self, key: str) -> None:
-        """Forget what was learned of an instance, because it has lost its cache."""
+        """Delete what was learned about the instance ``key``, because it has lost its cache."""
         self._ends = OrderedDict((end, known) for end, known in self._ends.items() if end[0] != key)
         self.is_empty = not self._ends
 

@@ -91,7 +91,7 @@ class Reached(enum.Enum):
 
 
 class Trouble(enum.Enum):
-    """The cause of a failure."""
+    """The cause of the failure of a leg."""
 
     UNREACHABLE = "unreachable"
     """The router could not connect, or a pair was not ready."""
@@ -427,7 +427,10 @@ class Attempt:
         return trouble is Trouble.DEATH or (trouble is Trouble.UNREACHABLE and self.answering.runs_at_engine)
 
     def _collect(self, data: bytes, is_end: bool) -> None:
-        """Store bytes of the leg that the attempt waits for, and take the next step when there are enough bytes."""
+        """Store bytes of the leg that the attempt waits for.
+
+        When there are enough bytes, begin the response, send decode's leg, or report a failure.
+        """
         leg = self._awaited
         exchange = leg.exchange
         self._chunks.append(data)
@@ -453,7 +456,7 @@ class Attempt:
             self._chunks.append(body)
 
     def _count_wanted(self, leg: Leg, is_refusal: bool, is_end: bool) -> int:
-        """Return the number of bytes of an incomplete response that the next step needs. The head has arrived."""
+        """Return how many bytes of an incomplete response ``_collect`` waits for. The head has arrived."""
         if is_refusal:
             if not is_end:
                 loop, status = asyncio.get_running_loop(), leg.exchange.status

@@ -331,7 +331,7 @@ class LegMaker:
 
 
 def _join(first: Mapping[str, bytes], second: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the members of both. ``kv_transfer_params`` of both (a pair and a resumed stream) are merged."""
+    """Return the members of both mappings. If both have ``kv_transfer_params``, the parameters are merged."""
     joined = {**first, **second}
     if _PARAMS in first and _PARAMS in second:
         joined[_PARAMS] = first[_PARAMS][:-1] + b"," + second[_PARAMS].partition(b"{")[2]

@@ -194,7 +194,7 @@ class ServingRequest:
         Args:
             request: the client's request.
             services: the parts of the router that serve it.
-            live: the set of requests that are being served, to which this one adds itself.
+            live: the set of requests that are being served, to which this request adds itself.
         """
         self._live = live
         self._timeline = timeline = RequestTimeline(services)
@@ -575,7 +575,7 @@ class ServingRequest:
             self._end_with(ApiError(502, message, f"{role.value}_failed"))
 
     def _end_with(self, error: ApiError | None) -> None:
-        """End the request with ``error``, at any stage of its response. The present attempt is given up."""
+        """End the request with ``error``, at any stage of its response. End its running attempt, too."""
         retry_loop, timeline = self._retry_loop, self._timeline
         if retry_loop.current is not None:
             retry_loop.current.give_up()

@@ -128,11 +128,11 @@ class RetryLoop:
         self.current: Attempt | None = None
         """The attempt that runs, or the last attempt if none runs; None before the first attempt."""
         self.number = 0
-        """Number of attempts so far."""
+        """Number of attempts that have begun."""
         self.resumption: Resumption | None = None
         """State of the resumption; None if no instance has interrupted the request."""
         self.end_reason = ""
-        """Why no attempt follows the last failed one; ``""`` if another one follows."""
+        """Why no attempt follows the last failed attempt; ``""`` if another attempt follows."""
         self.is_aborted = False
         """Whether a client has aborted the request at its engines. Then no attempt follows the present one."""
 

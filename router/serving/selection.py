@@ -84,7 +84,7 @@ class Selector:
         self._registry = registry
         self._router = f"{'https://' if settings.ssl_certfile else ''}HOST:{settings.port}"
         self.aliases = settings.model_aliases
-        """The model name of each alias."""
+        """For each alias, the name of its model."""
         self._clock = clock
         self._chance = chance
         names = {

@@ -28,7 +28,7 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise ``SettingsError``."""
+        """Raise ``SettingsError`` with ``message``. ``argparse`` calls this for a mistake in the command line."""
         raise SettingsError(message)
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]

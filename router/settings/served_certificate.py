@@ -58,7 +58,7 @@ class ServedCertificate:
             for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._context):
                 load_certificate(context, self._certfile, self._keyfile)
         except SettingsError as exc:
-            _log.error("the renewed certificate cannot be used, so the previous one stays in use: %s", exc)
+            _log.error("the renewed certificate cannot be used, so the previous certificate stays in use: %s", exc)
         else:
             _log.info("the certificate in %s was renewed", self._certfile)
 

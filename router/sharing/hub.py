@@ -184,7 +184,7 @@ class Hub:
         try:
             kept = merge_records(known, record)
         except ValueError as exc:
-            _log.error("an invalid record of %.100s is ignored: %s", key, exc)
+            _log.error("an invalid record of instance %.100s is ignored: %s", key, exc)
             return None
         if known is None:
             self.list_records()  # drops old records, so that their number stays bounded

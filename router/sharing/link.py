@@ -45,7 +45,7 @@ class Link:
         self.name, self.is_first = name, is_first
         self.is_replacement, self.num_replaced = is_replacement, num_replaced
         self.is_alone = True
-        """Whether this process has no supervisor, and so never has peers."""
+        """Whether this process never has peers, because the router has no other process."""
         self.trouble = ""
         """Why the other routers cannot be reached; ``""`` if they can be reached, or if there is no shared state."""
         self.is_leaving = False

@@ -292,7 +292,7 @@ class SharedState:
         try:
             sender, number, batch = unpack(data)
             if not (isinstance(sender, str) and isinstance(number, int) and isinstance(batch, list)):
-                raise TypeError("it is not a list of a router's name, a batch's index and a list of messages")
+                raise TypeError("it must be a list of a router's name, a batch's index and a list of messages")
         except (ValueError, TypeError) as exc:
             _log.error("a batch of messages from another router is ignored: %s", exc)
             return

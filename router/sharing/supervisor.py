@@ -1,7 +1,7 @@
-"""Supervisor: starts workers, replaces those that die or hang, and passes each new connection to the least busy one.
+"""Supervisor: starts workers, replaces those that die or hang, and passes new connections to the least busy worker.
 
-The supervisor accepts connections itself. So if a worker dies, only the connections that it served end, and new ones go
-to the other workers. While no worker lives, new connections wait in the listener's queue.
+The supervisor accepts connections itself. So if a worker dies, only the connections that it served end, and the other
+workers get the new connections. While no worker lives, new connections wait in the listener's queue.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WorkerTask(NamedTuple):
     is_first: bool
     is_replacement: bool
     num_replaced: int
-    """Number of workers that have replaced a dead worker, perhaps including this worker."""
+    """Number of workers that have replaced a dead worker, including this worker if it is a replacement."""
     channel: socket.socket
     """The worker's end of the channel to the supervisor."""
     connections: socket.socket
@@ -244,7 +244,7 @@ class Supervisor:
             return
         code = worker.process.exitcode or 0
         ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        _log.error("worker %s %s; another one replaces it", worker.name, ending)
+        _log.error("worker %s %s; another worker replaces it", worker.name, ending)
         died_early = time.monotonic() - worker.started_at < EARLY_DEATH_SECONDS
         self._pause = min(LAST_PAUSE_SECONDS, 2 * self._pause) if died_early else FIRST_PAUSE_SECONDS
         start = asyncio.ensure_future(self._replace_worker(worker.place))
@@ -351,7 +351,7 @@ class Supervisor:
 
 
 class _Worker:
-    """One worker, as its supervisor knows it."""
+    """The supervisor's data about one worker."""
 
     channel: MessageChannel
 

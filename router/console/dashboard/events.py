@@ -23,11 +23,11 @@ class Event(NamedTuple):
     time: float
     """Time of the poll that found the change, in seconds since 1970."""
     kind: str
-    """``good``, ``warn`` or ``bad``."""
+    """Severity of the change: ``good``, ``warn`` or ``bad``."""
     subject: str
     """Address of the instance or master; ``router`` for the router."""
     text: str
-    """The new state, in words."""
+    """What has changed, such as ``breaker closed``; the page shows it after ``subject``."""
 
 
 def find_events(before: Moment, after: Moment) -> list[Event]:

@@ -133,7 +133,7 @@ class MasterFigures(NamedTuple):
     """Values that a ``mooncake_master`` reports."""
 
     role: str
-    """``leader`` or ``standby``."""
+    """Role of the master: ``leader`` or ``standby``."""
     serves: bool
     """Whether the master serves requests at present."""
     leader: str
@@ -143,7 +143,7 @@ class MasterFigures(NamedTuple):
     keys: float
     clients: float
     evicted: float
-    """Counter of evicted blocks."""
+    """Counter of the blocks that the master has evicted."""
     segments: tuple[Segment, ...] = ()
 
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> FlagParser:
-    """Return the parser of the flags."""
+    """Return the parser of the flags of ``kvrouter dashboard``."""
     parser = FlagParser(
         prog="kvrouter dashboard",
         description="Shows the state of the router, its instances and the pool, in a browser.",
@@ -91,7 +91,7 @@ def make_parser() -> FlagParser:
         type=_parse_authority,
         default=[],
         metavar="HOST:PORT",
-        help="metrics port of a mooncake_master; repeat it for each master",
+        help="metrics port of a mooncake_master; repeat the flag for each master",
     )
     parser.add_argument(
         "--api-key-file",

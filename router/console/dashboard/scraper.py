@@ -40,7 +40,7 @@ class Scraper:
         self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, trust_env=False, verify=verify)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to instances and masters."""
         await self._http.aclose()
 
     async def fetch_instance(self, listed: Listed) -> InstanceFigures:

@@ -1,8 +1,8 @@
 """Discovery: registers the instances of ready pods, and removes those of pods that are not ready.
 
 The instance of a terminating pod is drained: it gets no new requests, and is listed with its running requests until the
-pod is gone, so that a hook of the pod can wait for them. This also applies to instances that register themselves. These
-instances are removed only when their heartbeats stop, whatever the state of their pods is.
+pod is deleted, so that a hook of the pod can wait for them. This also applies to instances that register themselves.
+These instances are removed only when their heartbeats stop, whatever the state of their pods is.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Pod(NamedTuple):
     name: str
     """Namespace and name of the pod, separated by ``/``."""
     state: str
-    """``READY``, ``UNREADY`` or ``TERMINATING``."""
+    """State of the pod: ``READY``, ``UNREADY`` or ``TERMINATING``."""
     fields: Mapping[str, Any]
     """Fields of the instance's registration. ``role`` and ``engine`` are missing if the pod does not specify them."""
     trouble: str = ""

@@ -37,7 +37,7 @@ class LegPlan(NamedTuple):
     dropped: Collection[str] = ()
     """Members of the client's request that are removed for this leg."""
     head: bytes = b""
-    """Header lines that are added."""
+    """Header lines that are added to the request of this leg."""
 
 
 class NotAsPair(Exception):
@@ -68,7 +68,7 @@ class Pair(ABC):
 
     def __init__(self, prefill: Instance, decode: Instance) -> None:
         self.registrations = prefill.registration, decode.registration
-        """The registrations of the two instances."""
+        """The registrations of the prefill and the decode instance."""
 
     @abstractmethod
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, EngineIds | None]:

@@ -43,7 +43,7 @@ KNOWN_HEADERS = (
 
 
 class SessionHeaders:
-    """The headers that name a session: those that an operator has configured, then the known ones."""
+    """The headers that name a session: those that an operator has configured, then ``KNOWN_HEADERS``."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
         """

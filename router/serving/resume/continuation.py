@@ -26,7 +26,7 @@ class Merger(Protocol):
 
     @property
     def members(self) -> Mapping[str, Any]:
-        """The members of the client's request."""
+        """The members of the body of the client's request."""
 
     @property
     def num_reasoning(self) -> int:

@@ -30,7 +30,7 @@ _TIME = re.compile(rb'"(arrival_time)"\s*:\s*[-+.\deE]+')
 
 
 class EventTemplate(NamedTuple):
-    """The constant beginning of a usual event, and a pattern for the rest.
+    """The beginning that is equal in all usual events of a stream, and a pattern for the part that follows it.
 
     The groups of the pattern are: the text, as JSON; the members that the client should not get; and the ids in these
     members, separated by commas.

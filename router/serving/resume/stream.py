@@ -56,9 +56,9 @@ class StreamMerger:
     ``feed``, which removes these ids again, unless the client itself has requested them.
 
     A segment ends when ``preempted`` becomes true, or when its instance dies. Then, if ``complete`` is true,
-    ``make_end`` returns the rest of the stream. Otherwise the caller adds ``resume_members`` (or, in the format of
-    another engine, the result of ``continue_stream``) to the body of the next request. It calls ``begin_segment``
-    before it passes the events of the next response to ``feed``.
+    ``make_end`` returns the missing end of the stream. Otherwise the caller adds ``resume_members`` (or, in the format
+    of another engine, the result of ``continue_stream``) to the body of the next request. The caller calls
+    ``begin_segment`` before it passes the events of the next response to ``feed``.
     """
 
     __slots__ = (
@@ -116,7 +116,7 @@ class StreamMerger:
 
     @property
     def members(self) -> Mapping[str, Any]:
-        """The members of the client's request."""
+        """The members of the body of the client's request."""
         return self._body.members
 
     @property

@@ -225,7 +225,7 @@ def test_a_changed_file_that_cannot_be_used_changes_nothing_and_is_logged_once(
     assert lists_models(router, "sk-1") == 401
     (said,) = refusals()
     assert said.startswith(
-        "a changed file of keys or tokens is not used; the previous ones stay valid: server.api-keys-file "
+        "a changed file of keys or tokens is not used; the previous keys and tokens stay valid: server.api-keys-file "
     )
     assert "sk-1" not in said
 

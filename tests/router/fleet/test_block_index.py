@@ -462,7 +462,7 @@ def test_a_body_of_many_arrays_is_refused_before_it_is_read(router: RouterUnderT
         response = router.client.post("/query", content=content, headers={"Content-Type": "application/msgpack"})
         assert (response.status_code, response.json()["error"]["message"]) == (
             400,
-            "the body has too many arrays and maps",
+            "the body has too many arrays and maps; at most 64 are allowed",
         )
 
 

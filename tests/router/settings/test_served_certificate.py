@@ -98,7 +98,10 @@ def test_one_that_cannot_be_used_is_told_and_the_one_before_it_stays(
     old, new = first.trust(), renewed.trust()
 
     async def is_told() -> bool:
-        return "the renewed certificate cannot be used, so the previous one stays in use: the key in" in caplog.text
+        return (
+            "the renewed certificate cannot be used, so the previous certificate stays in use: the key in"
+            in caplog.text
+        )
 
     async def run() -> None:
         async with serving(first) as is_believed:

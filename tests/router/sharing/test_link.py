@@ -95,7 +95,7 @@ def test_a_record_of_another_form_is_left_aside(record: Any, caplog: pytest.LogC
     hub = Hub()
     hub.on_message("", ["keep", "a", record])
     assert hub.list_records() == {}
-    assert "an invalid record of a is ignored" in caplog.text
+    assert "an invalid record of instance a is ignored" in caplog.text
 
 
 def test_one_that_comes_later_knows_how_it_stands_with_the_other_routers() -> None:

@@ -314,7 +314,7 @@ def test_a_router_that_starts_sends_a_prompt_where_the_other_did_and_so_does_a_w
     assert [place(second, prompt) for prompt in reversed(prompts)] == placed[::-1]
     (worker,) = family(second.process.pid)[-1:]
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: second.process.output.count("another one replaces it") == 1, "its death to be noticed")
+    wait_until(lambda: second.process.output.count("another worker replaces it") == 1, "its death to be noticed")
 
     def places_as_before() -> bool:
         return [place(second, prompt) for prompt in prompts] == placed

@@ -146,7 +146,7 @@ def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_start
 
     asyncio.run(run())
     assert "in the shared state is ignored" in caplog.text
-    assert "an invalid record of old is ignored" in caplog.text
+    assert "an invalid record of instance old is ignored" in caplog.text
 
 
 def test_what_is_no_message_of_a_router_changes_nothing(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,7 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
     assert during.count("whole") + during.count("connection lost") == NUM_STREAMS
     assert after == ["whole"] * NUM_STREAMS
     wait_until(lambda: len(router.workers()) == 2, "another worker")
-    assert "was killed by SIGKILL; another one replaces it" in router.process.output
+    assert "was killed by SIGKILL; another worker replaces it" in router.process.output
 
 
 def test_all_workers_killed_are_replaced_and_know_the_instances_and_end_with_the_router_even_at_their_start(
@@ -179,7 +179,7 @@ def test_sigterm_lets_streams_end_and_then_all_processes(router: Router, stand_i
     assert asyncio.run(run()) == ["whole"] * 4
     assert router.process.wait() == 0
     wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
-    assert "another one replaces it" not in router.process.output
+    assert "another worker replaces it" not in router.process.output
 
 
 @pytest.mark.parametrize(("delay", "graces"), [(0.0, [60.0, 0.0]), (30.0, [0.0])])

@@ -374,8 +374,8 @@ def test_a_worker_that_has_ended_is_replaced_by_one_for_its_place(caplog: pytest
     run_supervised(work)
     ends = [record.getMessage().partition(" ")[2].partition(" ")[2] for record in caplog.records]
     assert ends == [
-        "ended with status 0; another one replaces it",
-        "was killed by SIGSEGV; another one replaces it",
+        "ended with status 0; another worker replaces it",
+        "was killed by SIGSEGV; another worker replaces it",
     ]
 
 

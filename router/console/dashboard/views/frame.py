@@ -38,7 +38,7 @@ _LOOKS: Mapping[bool | None, tuple[str, str, str]] = {
 
 @dataclass
 class Site:
-    """The objects that all views share."""
+    """The objects that all views share: the collector of the values, a client's API key, and the list of views."""
 
     collector: Collector
     api_key: str = ""
@@ -57,7 +57,7 @@ class Context:
 
     @property
     def history(self) -> History:
-        """The results of the polls."""
+        """The results of the last polls."""
         return self.site.collector.history
 
     def on_leave(self, callback: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ class View:
 
     path: str
     name: str
-    """Title in the navigation."""
+    """Title of the view in the navigation."""
     title: str
     build: Callable[[Context], object]
     """Puts the view into the page. A view that shows metrics adds a function to the context's ``refreshers``."""

@@ -141,7 +141,7 @@ def draw_facts(facts: Mapping[str, str]) -> str:
 def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
     """Return the HTML of a prompt as a row of squares, coloured by origin, and the number of tokens in a square.
 
-    The order is that in which an instance finds tokens: those in its own cache, those in the pool, the rest.
+    The order is that in which an instance finds tokens: those in its own cache, those in the pool, all others.
     """
     total = sum(tokens.values())
     size = 1
