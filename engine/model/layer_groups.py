@@ -158,7 +158,7 @@ def _list_layer_types(folder: str, config: Any) -> list[str]:
     if _CONV in kinds and (getattr(config, "conv_L_cache", 0) < 2 or set(kinds) == {_CONV}):
         raise ConfigError(
             f"--model {folder!r} has convolution layers in a form that this engine does not support; it supports "
-            "LFM2's with a conv_L_cache of at least 2, in models that also have attention"
+            "the convolutions of LFM2 with a conv_L_cache of at least 2, in models that also have attention"
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ConfigError(f"--model {folder!r} has bidirectional attention; this engine generates from left to right")
