@@ -377,8 +377,8 @@ def _check_combinations(args: EngineArgs) -> None:
         raise ConfigError("--kv-events-config needs prefix caching; leave out --no-enable-prefix-caching")
     if args.max_num_batched_tokens < args.max_num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens {args.max_num_batched_tokens} is less than the {args.max_num_seqs} of "
-            "--max-num-seqs; every running sequence needs one token in a step"
+            f"--max-num-batched-tokens {args.max_num_batched_tokens} is below --max-num-seqs {args.max_num_seqs}, but "
+            "every running sequence needs one token in a step; raise the first or lower the second"
         )
     if args.pd_comm_port in (args.port, args.metrics_port):
         raise ConfigError(f"--pd-comm-port {args.pd_comm_port} serves HTTP here already; choose another port")

@@ -220,7 +220,7 @@ class Instance:
         self._registered_at = time.monotonic()
 
     def find_obstacle(self) -> str:
-        """Return one sentence: why the instance cannot serve requests, or why it gets none; "" if neither is true."""
+        """Return one sentence: why the instance cannot serve requests, or why the router does not send any; else ""."""
         if not self.core.is_alive:
             return "the engine of this instance has failed; the instance's log says why"
         if self.control.is_broken:

@@ -24,8 +24,8 @@ def log_look_up(
     if not log.isEnabledFor(logging.DEBUG):
         return
     log.debug(
-        "request %s: look-up of blocks %d to %d of the prompt (first hash: %s): the pool has %d leading ones and %d "
-        "others; %.1f ms",
+        "request %s: look-up of blocks %d to %d of the prompt (first hash: %s): the pool has %d leading blocks "
+        "and %d of the other blocks; %.1f ms",
         *(request_id, first, first + len(hashes) - 1, hashes[0].hex()[:12]),
         *(present, statuses.count(Status.OK) - present, 1e3 * seconds),
     )
