@@ -237,8 +237,8 @@ class EngineCore:
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
         """Release a reservation. Any thread may call this, after all writes of other instances to its blocks.
 
-        With ``clear`` the blocks are set to zero. This is necessary if another instance may have written to them: a
-        partly written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
+        Use ``clear`` if another instance may have written to the blocks: it sets them to zero, because a partly
+        written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
         """
 
         def run() -> None:

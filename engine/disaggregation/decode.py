@@ -87,7 +87,7 @@ class _Handover:
         return result
 
     def set_result(self, result: HandoverResult | None) -> None:
-        """Set the result of the hand-over, unless it is set already. It is None if the hand-over failed."""
+        """Set the result of the hand-over, unless it is set already. ``result`` is None if the hand-over failed."""
         if self._result.done():
             return
         self._result.set_result(result)

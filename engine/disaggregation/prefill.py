@@ -73,8 +73,8 @@ class HandoverSender:
     def queue_blocks(self, first: int, blocks: Sequence[int]) -> None:
         """Queue computed blocks of the prompt to be written to the decode instance.
 
-        This is the ``on_computed`` of the engine's ``Listener``. It takes ownership of a reference on each block.
-        ``first`` is the index of the first of these blocks in the prompt.
+        This method is the ``on_computed`` of the engine's ``Listener``. It takes ownership of a reference on each
+        block. ``first`` is the index of the first of these blocks in the prompt.
         """
         self._queue.append((first, blocks))
         if self._is_over:

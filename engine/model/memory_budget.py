@@ -92,8 +92,8 @@ def _check_room(reserved: str, wanted: int, room: int, args: EngineArgs, verb: s
 def _measure_step_bytes(args: EngineArgs, runner: ModelRunner) -> int:
     """Run the largest possible step, and return the device memory in bytes that it takes.
 
-    This does not include weights and KV blocks; the step reads a single block again and again. It includes memory that
-    the device allocates only once (kernels, workspaces).
+    The result does not include weights and KV blocks; the step reads a single block again and again. It does include
+    memory that the device allocates only once (kernels, workspaces).
 
     Raises:
         ConfigError: there is not enough memory for the step, or the engine cannot run the model (see ``try_out``).

@@ -296,7 +296,7 @@ class ModelRunner:
     def count_retrieval_bytes(self, config: RetrievalConfig, max_num_seqs: int, max_model_len: int) -> int:
         """Return the maximum number of bytes that sparse attention takes on the device, without KV memory.
 
-        They are for the index and tables, and on a GPU also for the working sets of offloaded sequences.
+        The bytes are for the index and tables, and on a GPU also for the working sets of offloaded sequences.
         """
         shape = self.shape
         blocks = -(-max_model_len // shape.block_size)

@@ -172,7 +172,8 @@ class Sequence:
     layers.
 
     ``own_cached_tokens``, ``pool_cached_tokens`` and ``prompt_sources`` say where the prompt's KV came from at the
-    first admission of the sequence; a preemption does not change them. They are final when the first token exists.
+    first admission of the sequence; a preemption does not change these values. The values are final when the first
+    token exists.
     """
 
     request: Request

@@ -76,8 +76,8 @@ class RetrievalConfig:
         dense_boundary: sequences with shorter prompts use full attention.
         offload_boundary: sequences with longer prompts are offloaded.
         representative: one of ``REPRESENTATIVES``.
-        stride: number of steps after which blocks are chosen again. They are also chosen again when a block leaves the
-            window.
+        stride: number of steps after which blocks are chosen again. Blocks are also chosen again when a
+            block leaves the window.
         dense_layers: this number of layers, from the first one on, read all blocks.
 
     Raises:

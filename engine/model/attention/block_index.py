@@ -1,7 +1,7 @@
 """The index of sparse attention: finds the blocks of a long sequence that matter most to a query.
 
-The index has one vector for each block and KV head, the representative of the block. It is computed from the keys ``k``
-of the block (after RoPE). The score of a block is the inner product of its representative with a vector that is
+The index has one vector for each block and KV head, the representative of the block, which is computed from the keys
+``k`` of the block (after RoPE). The score of a block is the inner product of its representative with a vector that is
 computed from the query ``q``:
 
 ============  ====================  ========================  =================================================

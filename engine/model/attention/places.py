@@ -1,8 +1,8 @@
 """Computes where the tokens and states of a step are in KV memory, for each group of layers.
 
-This has two parts, so that the numbers of all groups are sent to the device in one copy. A plan (``TablePlan``,
-``StatePlan``) computes its numbers on the host. Then ``place`` gets them as tensors on the device, and returns the
-places (``Tables``, ``States``).
+The computation has two parts, so that the numbers of all groups are sent to the device in one copy. A plan
+(``TablePlan``, ``StatePlan``) computes its numbers on the host. Then ``place`` gets these numbers as tensors on the
+device, and returns the places (``Tables``, ``States``).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decodes:
-    """A group of N chunks of one token each, in one group of attention layers. They are padded to the longest."""
+    """A group of N chunks of one token each, in one group of attention layers. All are padded to the longest chunk."""
 
     rows: torch.Tensor | None  # [N], positions of the chunks' tokens in the step, or None for all positions, in order
     pages: torch.Tensor  # pages of the contexts, [2 * N * kv_heads * n], see TablePlan.find_pages

@@ -1,7 +1,7 @@
 """Working sets: copies on a GPU of the blocks that a step reads of an offloaded sequence.
 
-They are needed because attention on a GPU cannot read host memory. A sequence has one working set for each layer. It is
-contiguous, so that attention reads it without a gather::
+Working sets are needed because attention on a GPU cannot read host memory. A sequence has one working set for each
+layer. A working set is contiguous, so that attention reads it without a gather::
 
     slot      0 ............................ n - 1 │ n
     block     initial, recalled and window blocks  │ the newest block, with the tokens that it has
