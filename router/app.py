@@ -271,7 +271,7 @@ class RouterApp:
         return Snapshot(Path(path), self.registry, self.selector.policies, versions=self.fleet_sync)
 
     def _make_recorder(self) -> FlightRecorder | None:
-        """Return the flight recorder; None if it is off, or cannot write and this worker replaces one that died."""
+        """Return the flight recorder; None if it is off, or if this worker replaces a dead worker and cannot write."""
         if not self.settings.flight_recorder:
             return None
         try:
@@ -462,7 +462,7 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_index(app: FastAPI, router: RouterApp) -> None:
-    """Define the paths at which other schedulers ask for cached blocks, besides ``/register``."""
+    """Define the paths at which other schedulers ask for cached blocks, in addition to ``/register``."""
     answers = {
         "/unregister": BlockIndex.unregister,
         "/query": BlockIndex.query,
@@ -601,7 +601,7 @@ async def _find_explanation(router: RouterApp, request_id: str) -> dict[str, Any
 
 
 def _add_clients(app: FastAPI, router: RouterApp) -> None:
-    """Define the paths for clients to which the router itself responds."""
+    """Define the paths for requests of clients that the router itself answers."""
 
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:

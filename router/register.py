@@ -228,7 +228,7 @@ def _make_flags() -> FlagParser:
     parser.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
-        help="engine of the server; openai is any other engine (default: as reported by the server)",
+        help="engine of the server; openai: another engine with OpenAI's endpoints (default: what the server reports)",
     )
     parser.add_argument(
         "--bootstrap-port",

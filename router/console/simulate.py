@@ -58,7 +58,7 @@ __all__ = [
 TOKENS_PER_BLOCK = 512
 """Number of tokens for each entry of ``hash_ids`` in the traces that Mooncake has published."""
 _INSTANCES_OF_TRACE = 8
-"""Number of instances for which the trace is replayed at its own rate. With more, the rate is proportionally higher."""
+"""Number of instances for which the trace is replayed at its own rate. With twice as many, the rate is doubled."""
 _POOL_BLOCKS = 1_000_000
 _REQUESTS_PER_REPORT = 100
 _LINE_SECONDS = 5.0
@@ -120,7 +120,7 @@ class Cluster(NamedTuple):
     """Number of blocks that one instance can cache."""
     pool_blocks: int
     fetch_cost: float = 0.25
-    """Time to fetch a token from the pool, relative to computing it."""
+    """Time to fetch a token from the pool, as a fraction of the time to compute it."""
 
 
 @dataclass

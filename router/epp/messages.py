@@ -48,7 +48,7 @@ _UNSAFE = re.compile(rb"[\r\n\0]")
 _OF_REQUEST_LINE = (b":path", b":method")
 
 CONTINUE = ProcessingResponse(request_headers=HeadersResponse())
-"""The message after which the gateway sends the body of a request, which it buffers."""
+"""The answer to a request's headers. After this answer, the gateway collects the request's body, and then sends it."""
 
 
 def read_headers(http_headers: Any) -> tuple[dict[bytes, bytes], Headers, bool]:
@@ -139,7 +139,7 @@ def change_head(before: Headers, status: int, after: Headers) -> Any:
 
 
 def split_body(data: bytes, *, is_request: bool, is_end: bool) -> Iterator[Any]:
-    """Yield the messages with the pieces of a streamed body; none if ``data`` is empty and not the end of the body."""
+    """Yield the messages with the pieces of a streamed body; no message if ``data`` is empty and the body continues."""
     starts = range(0, len(data), PIECE_BYTES) or ((0,) if is_end else ())
     for start in starts:
         piece = data[start : start + PIECE_BYTES]

@@ -106,7 +106,7 @@ class Picker:
 
 
 class _Stream:
-    """One stream of a gateway, which carries one request. It replaces the connection of a ``ClientRequest``."""
+    """One stream of a gateway, which carries one request. A ``GatewayRequest`` uses it instead of a connection."""
 
     def __init__(self, router: RouterApp, context: Any) -> None:
         self._router = router

@@ -1,6 +1,6 @@
 """GatewayRequest: a request that a gateway reports, served by the same code as a request over HTTP.
 
-The proxy uses it like a client's request. It selects an instance, counts the load and learns from the response. Only
+The proxy serves it like a client's request: selects an instance, counts the load and learns from the response. Only
 one exchange is different: the leg of the first attempt that generates the response. The gateway sends the request of
 this leg, and reports the instance's response. The picker carries out all other exchanges: the prefill leg of a pair
 and, if the first attempt fails, the legs of later attempts.
@@ -78,7 +78,7 @@ class GatewayExchange(Exchange):
 
 
 class GatewayRequest(ClientRequest):
-    """A request of a gateway, and its response. ``on_message`` gets the gateway's messages."""
+    """A client's request that a gateway reports, and its response. ``on_message`` gets the gateway's messages."""
 
     __slots__ = (
         *("_awaits_head", "_exchange", "_has_no_body", "_has_trailers", "_held", "_on_complete", "_response_head"),
@@ -134,7 +134,7 @@ class GatewayRequest(ClientRequest):
 
     @property
     def is_arriving(self) -> bool:
-        """Return whether the rest of the request is expected."""
+        """Return whether a part of the request has not arrived yet."""
         return self.more_body and not (self.response_complete or self.disconnected)
 
     def refuse(self, refused: Refused) -> None:

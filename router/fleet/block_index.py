@@ -96,7 +96,7 @@ def _is_packed(content_type: str) -> bool:
 
 
 class _Question(NamedTuple):
-    """The members that all queries have. They select caches."""
+    """The members of a query that select caches. Queries by token ids and queries by hashes both have them."""
 
     model: str
     tenant: str
@@ -425,7 +425,7 @@ def _read_endpoint(fields: _Fields, name: str) -> str:
 
 
 def _read_text(fields: _Fields, *names: str, default: str | None = None) -> str:
-    """Return the first of these members that is sent; ``default`` if all are missing, null or empty."""
+    """Return the text of the first member in ``names`` that is sent; ``default`` if all are missing, null or empty."""
     for name in names:
         value = fields.get(name)
         if value in (None, ""):

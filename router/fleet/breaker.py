@@ -7,7 +7,7 @@ An engine may fail every request although it responds to probes of /health. The 
       └────────── a success ───────┼────────────────────────────────────────────────────┤
                                    └──────────────────── a failure ─────────────────────┘
 
-If the tried request ends without a result (its client disconnected), another one is tried OPEN_SECONDS later.
+If the tried request ends without a result (its client disconnected), another request is tried OPEN_SECONDS later.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class Instance:
     def renew_registration(self, registration: Registration, now: float, *, proven: bool = True) -> None:
         """Update the instance after another registration (a heartbeat), whose fields may have changed.
 
-        The load counters keep the running requests.
+        The load counters still include the running requests.
 
         Args:
             registration: the new registration.
@@ -439,8 +439,8 @@ class Instance:
     def _note_answer(self) -> None:
         """Record that the instance has responded to a probe.
 
-        If it refused a connection before, another process may use its address now. If the instance registers a
-        ``start_id``, that decides instead, because a firewall can refuse connections, too.
+        If the instance refused a connection before, its process has probably restarted. But if the instance registers a
+        ``start_id``, only another ``start_id`` means a restart, because a firewall can refuse connections, too.
         """
         if self._has_refused:
             self._has_refused = False
@@ -448,7 +448,7 @@ class Instance:
                 self._on_restart()
 
     def _on_restart(self) -> None:
-        """Handle that another process uses the instance's address."""
+        """End the drain if it ends with a restart, and report that the cache is lost: another process has started."""
         if self.drains_until_restart:
             self.set_draining(False)
         self._events.lost_caches.emit(self.key)

@@ -95,7 +95,7 @@ class Registration:
     tp_size: int
     is_paused: bool
     version: str | None
-    """Version of the model; None if the instance registers none. Instances without a version fit together."""
+    """Version of the model; None if the instance registers none. Two instances without a version can form a pair."""
     connected_decodes: frozenset[str]
     """Keys of the decode instances to which a prefill instance has connected in advance; empty if there are none."""
     metrics_port: int

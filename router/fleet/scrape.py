@@ -38,7 +38,7 @@ _NAMES = ((b"fastdeploy", b"running", b"waiting"), (b"vllm", b"running", b"waiti
 
 
 class Scraper:
-    """Fetches the instances' metrics, and sets ``InstanceLoad.running`` and ``waiting``; None if not reported."""
+    """Fetches the instances' metrics, and sets ``InstanceLoad.running`` and ``waiting`` (None if not reported)."""
 
     def __init__(self, settings: RouterSettings, registry: Registry, upstream: ConnectionPool) -> None:
         policies = (settings.prefill_policy, settings.decode_policy) if settings.splitwise else (settings.policy,)
@@ -60,7 +60,7 @@ class Scraper:
             await asyncio.sleep(self._interval)
 
     async def scrape_all(self) -> None:
-        """Fetch the metrics of all instances concurrently. The timeout is one interval, so no value becomes older."""
+        """Fetch the metrics of all instances concurrently. If an instance responds too late, its load is None."""
         await gather_spread(map(self._scrape_instance, list(self._registry)))
 
     async def _scrape_instance(self, instance: Instance) -> None:

@@ -78,7 +78,7 @@ class RouterServer(uvicorn.Server):
         self._picker: Picker | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: stop, after SIGTERM with the configured delay, and wait for running requests.
+        """Handle a signal: stop (after SIGTERM, with the configured delay), and wait for running requests.
 
         A second signal ends all waiting.
         """

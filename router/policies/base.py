@@ -198,7 +198,7 @@ class Policy(Protocol):
     """Chooses an instance from candidates. A policy may store what it learns. Only one thread calls it."""
 
     token_seconds: float
-    """Seconds that an instance needs for one token of work; 0 if the policy has not learned this time."""
+    """Seconds that an instance needs for one token of ``Decision.work``; 0 if the policy has not learned this time."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
         """Choose one of ``candidates``, of which there is at least one."""
@@ -231,7 +231,7 @@ class PolicyBase:
     """Base of policies that store nothing about instances or past requests."""
 
     token_seconds = 0.0
-    """Seconds for a token of work, as in ``Policy``. It stays 0, because these policies do not learn it."""
+    """Seconds for one token of ``Decision.work``. It stays 0, because these policies do not learn this time."""
 
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:
         """

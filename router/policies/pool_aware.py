@@ -37,15 +37,15 @@ class PoolAware(PrefixPolicy):
     Queued tokens are the work that waits at the instance. Uncached tokens of the prompt are neither in the instance's
     own cache nor in the pool. Pool tokens are only in the pool.
 
-    **Alpha** is the cost of one token of work. It delays its own request, and all requests that arrive before the queue
-    is empty. Alpha is 1 without waiting requests, and grows with their number. Its unit is queued tokens, so alpha is
-    higher if a queued token takes less time than a computed one (an instance may prefill several requests in parallel).
-    Without waiting requests, the request's own time decides. At overload, alpha is high, and the least total work
-    decides, which shortens the queues.
+    **Alpha** is the cost of computing one token. Computing a token delays its own request, and all requests that arrive
+    before the queue is empty. Alpha is 1 without waiting requests, and grows with their number. Its unit is queued
+    tokens, so alpha is higher if a queued token takes less time than a computed token (an instance may prefill several
+    requests in parallel). Without waiting requests, the request's own time decides. At overload, alpha is high, and the
+    least total work decides, which shortens the queues.
 
-    **Fetch cost** is the cost of a token from the pool, relative to computing it. If the pool often lacks chunks that
-    it should have (because it evicts them, or there is no pool), the fetch cost rises up to 1. Then only the instances'
-    own caches count.
+    **Fetch cost** is the cost of a token from the pool, where computing the token costs 1. If the pool often lacks
+    chunks that it should have (because it evicts them, or there is no pool), the fetch cost rises up to 1. Then only
+    the instances' own caches count.
 
     If several candidates have nearly the same cost, all requests of a session, and of sessions that it started, use the
     same candidate. Requests without a session use these candidates in turn.
@@ -177,7 +177,7 @@ class PoolAware(PrefixPolicy):
         self.fetch_cost = found * self._cost.fetch_cost + (1 - found)
 
     def _update_alpha(self) -> None:
-        """Compute ``alpha``, after the means or the learned prefill costs have changed."""
+        """Compute ``alpha``, after the mean queue, the mean work or the learned prefill costs have changed."""
         waiting = self._mean_queue / self._mean_work if self._mean_work else 0.0
         self.alpha = min(_MAX_ALPHA, (1 + _ALPHA_PER_WAITING * waiting) / self._cost.queue_cost)
 

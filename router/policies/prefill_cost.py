@@ -28,9 +28,9 @@ class PrefillCost:
 
     def __init__(self) -> None:
         self.fetch_cost = 0.25
-        """Time to fetch a token, relative to computing it; from 0.02 to 1."""
+        """Time to fetch a token, as a fraction of the time to compute it; from 0.02 to 1."""
         self.queue_cost = 1.0
-        """Time of a queued token, relative to computing one; from 0.5 to 2."""
+        """Time for which a queued token delays a request, divided by the time to compute a token; from 0.5 to 2."""
         self.token_seconds = 0.0
         """Seconds to compute a token; 0 until it is learned."""
         self._outcomes: deque[tuple[float, float, float, float]] = deque(maxlen=_WINDOW)

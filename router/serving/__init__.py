@@ -1,4 +1,4 @@
-"""Serves one request: selects instances, sends attempts, relays the response, and resumes an interrupted one.
+"""Serves one request: selects instances, sends attempts, relays the response, and resumes interrupted responses.
 
 proxy.py        the data plane: accepts requests, and serves each of them from its arrival to its end
 services.py     the parts of the router that serve a request

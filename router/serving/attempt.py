@@ -78,7 +78,7 @@ _EVENT_DATA = re.compile(rb"^data:(.*)$", re.MULTILINE)
 
 
 class Reached(enum.Enum):
-    """How far a request had got when it failed."""
+    """The stage that a request had reached when it failed."""
 
     UNSENT = "unsent"
     """No instance has received the request."""
@@ -324,7 +324,7 @@ class Attempt:
         self._report_failure(error)
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
-        """Handle that ``instance`` does not respond to probes, if the attempt uses it.
+        """Fail the attempt or its answering leg if ``instance``, which does not respond to probes, has a leg of it.
 
         Before the response has begun, the attempt fails. After that, the answering leg fails if it has received nothing
         for ``silence`` seconds.
@@ -389,7 +389,7 @@ class Attempt:
         return bool(running)
 
     async def await_prefill_end(self) -> None:
-        """Wait briefly whether prefill's leg is lost, too, after the answering leg was lost; ``deaths`` counts both."""
+        """Wait briefly for the loss of prefill's leg, after the answering leg was lost. ``deaths`` counts lost legs."""
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
             self._prefill_end = asyncio.get_running_loop().create_future()
@@ -484,10 +484,10 @@ class Attempt:
         self.answering.exchange.send(self)
 
     def _has_token(self, data: bytes, is_end: bool) -> bool:
-        """Return whether the stream contains an event after its preamble.
+        """Return whether the stream contains an event with a token; see ``_find_token``.
 
         Raises:
-            LegFailed: this event is an error.
+            LegFailed: the stream begins with an error.
         """
         # ``data[:self._num_preamble]`` has complete lines of the preamble, which are not examined again.
         event = _find_token(data, self._num_preamble)

@@ -169,8 +169,8 @@ class Proxy:
 class ServingRequest:
     """A request, from its arrival to the end of its response. Other code can end it with ``end_early``.
 
-    It is the owner of its attempts and, when a response has begun, the receiver of the answering leg. The methods
-    ``on_...`` raise no exceptions.
+    This object is the owner of the attempts and, when a response has begun, the receiver of the answering leg. The
+    methods ``on_...`` raise no exceptions.
     """
 
     __slots__ = (
@@ -326,7 +326,7 @@ class ServingRequest:
         return meant, attempt.engine_ids.list_ids()
 
     def _wait(self, step: Coroutine[None, None, None]) -> None:
-        """Run a step that cannot end at once, in an asyncio task."""
+        """Run a step that must wait, in an asyncio task."""
         self._request.run(self._run(step))
 
     async def _run(self, step: Coroutine[None, None, None]) -> None:
@@ -401,7 +401,7 @@ class ServingRequest:
         self._send(parsed)
 
     def _go_on(self, attempt: Attempt, is_relayed: bool, is_end: bool) -> None:
-        """Take the next step after bytes of a response were relayed.
+        """End or resume the response if its attempt has ended. Call this after each relayed piece.
 
         Args:
             attempt: the attempt.
@@ -435,7 +435,7 @@ class ServingRequest:
             self._send(parsed)
 
     def _end_after(self, exc: Exception) -> None:
-        """End the request with the response to an exception."""
+        """End the request with the error response for ``exc``."""
         try:
             if isinstance(exc, LegFailed):
                 self._send_failure(exc)

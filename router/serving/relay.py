@@ -88,7 +88,7 @@ class ClientResponse:
         """Code of the error that ended the response; ``""`` if there was no error."""
         self.is_event_stream = False
         self.first_byte_at = 0.0
-        """Time at which the first byte of an instance's response was sent, of ``time.perf_counter``; 0 before."""
+        """Time of the first byte that was sent of an instance's response, by ``time.perf_counter``; 0 before."""
         self.bytes_sent = 0
         self.chunks = 0
         """Number of pieces in which the response's body arrived from the instance."""
@@ -287,7 +287,7 @@ class ClientResponse:
         self.send(refused.error.status, _JSON + refused.headers + echo, refused.error.body(self._request.path), b"")
 
     def end_with(self, error: ApiError | None, router_headers: bytes) -> None:
-        """End the response at any stage. Without ``error``, the client has disconnected and gets nothing."""
+        """End the response at any stage. If ``error`` is None, the client has disconnected and gets nothing."""
         request = self._request
         self.error_code = error.code if error else "client_left"
         if request.response_complete:
@@ -307,7 +307,10 @@ class ClientResponse:
         return read_usage(self._before_last + self._last) or _NO_USAGE
 
     def read_cached_tokens(self) -> int | None:
-        """Return the number of prompt tokens that prefill had cached for the first of several segments; else None."""
+        """Return the number of prompt tokens that prefill had cached for the first segment.
+
+        Return None if the response has only one segment, or if prefill has not reported this number.
+        """
         figures = self._cached_figures if self.is_resumed else None
         return int(figures[b"cached_tokens"]) if figures and b"cached_tokens" in figures else None
 

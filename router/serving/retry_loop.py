@@ -469,7 +469,7 @@ class Retries:
         Args:
             reached: how far the request had got.
             trouble: the cause of the failure.
-            deaths: number of instances that have died, or may have, in this attempt.
+            deaths: number of instances that have died, or may have died, in this attempt.
             key: the instance that has failed.
             is_stale: whether this instance had probably closed the connection before the request was sent, and no other
                 instance was working at the request.
@@ -497,7 +497,7 @@ class Retries:
     def begin_again(self, key: str, *, is_hung: bool) -> None:
         """Reset the counts after a failure in the middle of a response, so that the next segment can be sent.
 
-        Instances that failed earlier may be used again, and the instance ``key`` only if there is no other.
+        Instances that failed earlier may be used again, and ``key`` only if there is no other instance.
 
         Args:
             key: the instance that has failed.

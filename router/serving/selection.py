@@ -2,8 +2,8 @@
 
 Requests are frequent, but the set of selectable instances changes rarely. So the candidates are prepared when the set
 has changed (``_Choice``), and for a request only the policies run. For one request, some candidates are removed: the
-instances that the request excludes, and at random instances that get less than their full share. The time for this
-depends on the number of removed candidates, not on the number of all instances.
+instances that the request excludes and, at random, instances with a weight between 0 and 1. The time for this depends
+on the number of removed candidates, not on the number of all instances.
 
 If the instances serve several models, each model has its own candidates and its own policies. If they serve only one
 model, it is used for requests with any model name.
@@ -84,7 +84,7 @@ class Selector:
         self._registry = registry
         self._router = f"{'https://' if settings.ssl_certfile else ''}HOST:{settings.port}"
         self.aliases = settings.model_aliases
-        """For each alias, the name of its model."""
+        """Names of models, by their aliases."""
         self._clock = clock
         self._chance = chance
         names = {
@@ -183,7 +183,10 @@ class Selector:
         return self._explain_none((), "").message if self._choice.empty else ""
 
     def token_seconds(self, role: Role) -> float:
-        """Return the time of a token of work at an instance of this role, in seconds; 0 if no policy has learned it."""
+        """Return the seconds that an instance of this role needs for one token of work; 0 if no policy has learned it.
+
+        A token of work is a token of ``Decision.work``.
+        """
         return max(self.policies_of(model)[role].token_seconds for model in ("", *self._siblings))
 
     def policies_of(self, model: str) -> Mapping[Role, Policy]:
@@ -289,11 +292,10 @@ class Selector:
     def _rank_instances(
         self, now: float, excluded: Collection[str], model: str, alone: Role | None
     ) -> Iterator[tuple[list[Instance], list[Instance]]]:
-        """Yield groups of instances in the order of preference. With each group, yield its instances whose weight is
-        less than 1.
+        """Yield groups of instances in the order of preference, each with the instances that may be removed at random.
 
-        The first group has only preferred instances. The second group adds instances with weight 0, the third group
-        instances with an open breaker.
+        The first group has only preferred instances, of which those with a weight between 0 and 1 may be removed. The
+        second group adds instances with weight 0, the third group instances with an open breaker.
         """
         roles = self._registry.roles if alone is None else (alone,)
         available = [i for i in self._list_available(excluded, model) if i.role in roles]
@@ -408,7 +410,7 @@ class _Choice:
         """
         Args:
             instances: the candidates.
-            weighted: the candidates whose weight is less than 1.
+            weighted: the candidates with a weight between 0 and 1, which may be removed at random.
             splitwise: whether to form pairs.
         """
         self.groups: list[_Group] = []
@@ -422,17 +424,14 @@ class _Choice:
             self._group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
             self.first = _Group([prefill for prefill in prefills if prefill.key in self.kinds])
         self.weighted: list[tuple[list[Instance], int]] = []
-        """For each role: the candidates whose weight is less than 1, and the number of all candidates of this role.
-
-        A role is missing if all its candidates have the weight 1.
-        """
+        """For each role in ``weighted``: its instances in ``weighted``, and the number of all candidates of the role."""
         for role in {instance.role for instance in weighted}:
             count = sum(instance.role is role for instance in instances)
             self.weighted.append(([i for i in weighted if i.role is role], count))
         self.empty = not self.first.candidates
 
     def _group_partners(self, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> None:
-        """Group the decode instances that can form a pair with each prefill instance, if there are any."""
+        """Find the group of decode instances with which each prefill instance can form a pair."""
         # Prefill instances that can form pairs with the same decode instances share a group. Usually all of them do.
         known: dict[object, int | None] = {}
         for prefill in prefills:

@@ -47,14 +47,14 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def parse_port(text: str) -> int:
-    """Convert a flag's value to a port number. For the parameter ``type`` of ``add_argument``."""
+    """Convert a flag's value to a port number. ``add_argument`` takes this function as its parameter ``type``."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, a number from 1 to 65535")
     return int(text)
 
 
 def parse_url(text: str) -> str:
-    """Convert a flag's value, ``HOST:PORT`` or a URL, to a URL. For the parameter ``type`` of ``add_argument``."""
+    """Convert a flag's value, ``HOST:PORT`` or a URL, to a URL, as the parameter ``type`` of ``add_argument``."""
     try:
         return parse_address(text).url
     except ValueError as exc:

@@ -377,7 +377,7 @@ class RouterSettings:
 
     @property
     def model_aliases(self) -> dict[str, str]:
-        """For each alias, the name of its model."""
+        """Names of models, by their aliases."""
         return dict(entry.split("=", 1) for entry in self.model_alias)
 
     @property

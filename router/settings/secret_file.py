@@ -93,7 +93,7 @@ def _parse_pairs(text: str, path: Path, setting: str) -> list[tuple[str, ApiKey]
 
 
 def _is_entry(name: yaml.Node, entry: yaml.Node) -> bool:
-    """Return whether a line is a name with a key, or a name with members whose values are neither lists nor maps."""
+    """Return whether a line is a name with a key, or a name with members that are neither lists nor maps."""
     members = [part for member in entry.value for part in member] if isinstance(entry, yaml.MappingNode) else [entry]
     return all(isinstance(part, yaml.ScalarNode) for part in (name, *members))
 

@@ -1,4 +1,4 @@
-"""load_settings: reads the settings from flags, a YAML file and the environment. The earlier source has precedence.
+"""load_settings: reads the settings from flags, a YAML file and the environment, in this order of precedence.
 
 The file has the format of FastDeploy's Go router (``--config-path``) or of its Python router (``--config``). The
 environment variable of a setting is ``KVROUTER__`` and the field's name in capitals. The prefix has two underscores
@@ -200,7 +200,7 @@ def _read_yaml_settings(path: Path) -> dict[str, Any]:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Return whether the Go router takes this value of one of its settings as the default."""
+    """Return whether ``value`` is the Go router's default for its setting ``key``."""
     is_zero = isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
     return value in (None, "") or (is_zero and key != "server.port")
 

@@ -151,7 +151,7 @@ class Hub:
         await done.wait()
 
     def list_records(self) -> dict[str, dict[str, Any]]:
-        """Return all records by key. Before, drop the records that were not renewed for ``STALE_SECONDS``."""
+        """Drop the records that were not renewed for ``STALE_SECONDS``, and return all other records by key."""
         stale_before = self._clock() - STALE_SECONDS
         for key in [key for key, renewed_at in self._renewed_at.items() if renewed_at < stale_before]:
             del self._records[key], self._renewed_at[key]

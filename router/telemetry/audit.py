@@ -50,7 +50,7 @@ class Audit:
         """
         self._records: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self.lost_lines = 0
-        """Number of access log lines that could not be written."""
+        """Number of lines of the access log that could not be written."""
         self._output = _open_log(settings.access_log)
         self._pending: list[RequestRecord] = []
         self._timer: asyncio.TimerHandle | None = None

@@ -128,7 +128,7 @@ class RouterMetrics:
             registry: the instances.
             admission: the running and queued requests.
             audit: the source of the records.
-            num_replaced: number of the router's processes that had died and been replaced when this one started.
+            num_replaced: number of the router's processes that had died and been replaced when this process started.
             dialect: with ``go``, ``inference_requests_total`` has the instances' URLs and counts only responses of
                 instances, as in FastDeploy's Go router.
         """
@@ -388,7 +388,7 @@ class RouterMetrics:
             yield _count(name, text, ("instance",), {instance.key: 0 for instance in self._registry} | counts)
 
     def _collect_decisions(self) -> Iterator[Metric]:
-        """Yield the mean of each number with which policies chose instances, over the last requests."""
+        """Yield the mean of each number in the policies' reasons, over the last requests."""
         sums: dict[tuple[str, str], list[float]] = {}
         last = (
             record.attempts[-1] for record in islice(reversed(self._audit.records), _DECISION_WINDOW) if record.attempts

@@ -53,7 +53,7 @@ class InstancesNeeded:
         Args:
             settings: the target utilisation, and the number of requests that an instance runs concurrently.
             registry: the instances.
-            token_seconds: returns the seconds that an instance of a role takes to compute a token; 0 if unknown.
+            token_seconds: returns the seconds that an instance of a role needs for one token of work; 0 if unknown.
         """
         self._utilization = settings.target_utilization
         self._requests_per_instance = settings.requests_per_instance

@@ -1,7 +1,7 @@
 """kvrouter dashboard: shows the state of the router, its instances and the pool, as a web page.
 
 This is a separate process next to the router. It polls all metrics every two seconds, and stores those of the last hour
-in memory. NiceGUI is imported only when the command runs; it loads nothing from the internet.
+in memory. NiceGUI is imported only when the command runs; the page loads nothing from the internet.
 
 program.py    main: reads the flags, and opens the port
 site.py       the web application: its paths, and the host names that it accepts

@@ -51,7 +51,7 @@ class Collector:
             try:
                 await self.poll()
             except Exception:
-                _log.exception("polling failed; the next poll follows")
+                _log.exception("a poll of the router, its instances and the masters failed; the next poll follows")
             await asyncio.sleep(max(0.1, self.seconds - (time.monotonic() - began)))
 
     async def poll(self) -> Moment:

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 OWN_CACHE, POOL, HANDED_OVER, COMPUTED = ORIGINS = ("own_cache", "pool", "handed_over", "computed")
-"""Where the KV of a prompt token may come from."""
+"""The possible origins of the KV of a prompt token."""
 
 Samples = Mapping[str, Sequence[Sample]]
 
@@ -50,7 +50,7 @@ _USAGE = ("fastdeploy:gpu_cache_usage_perc", "vllm:kv_cache_usage_perc", "sglang
 
 
 class Listed(NamedTuple):
-    """An instance, as the router lists it."""
+    """An instance, as the router's ``/registered`` or ``/metrics`` describes it."""
 
     key: str
     """Address of the instance as ``host:port``."""
@@ -126,7 +126,7 @@ class InstanceFigures(NamedTuple):
     first_tokens: float = 0.0
     """Counter of requests with a first token."""
     first_token_seconds: float = 0.0
-    """Sum of the times to first token of these requests, in seconds."""
+    """Sum of the times to first token, in seconds, of the requests that ``first_tokens`` counts."""
 
 
 class MasterFigures(NamedTuple):
@@ -203,7 +203,7 @@ def read_listed(entry: Mapping[str, Any]) -> Listed:
 
 
 def read_instance_figures(samples: Samples, listed: Listed) -> InstanceFigures:
-    """Return the values from the samples of an instance's ``/metrics``, whatever its engine is."""
+    """Return the values from the samples of an instance's ``/metrics``, for any engine."""
     joined = _sum_all(samples, ("kvstore_pool_open",))
     blocks = [each for each in samples.get("kvstore_blocks_total", ()) if each.labels.get("operation") == "exists"]
     return InstanceFigures(
@@ -270,8 +270,9 @@ def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | N
 def _takes_over(samples: Samples, listed: Listed) -> bool:
     """Return whether this is a decode instance of vLLM that gets KV from its prefill instance, not from the pool.
 
-    vLLM counts both as external hits. If an instance has a connector for the pool and one for a pair, all external hits
-    count as transferred, because the prefill instance sends everything that the decode instance has not cached.
+    vLLM counts tokens from both sources as external hits. If an instance has a connector for the pool and a connector
+    for a pair, all external hits count as transferred, because the prefill instance sends everything that the decode
+    instance has not cached.
     """
     if listed.role != "decode" or not samples.get(_VLLM_OUTSIDE):
         return False
@@ -294,7 +295,7 @@ def _sum_by(samples: Iterable[Sample], label: str) -> dict[str, float]:
 
 
 def _sum_all(samples: Samples, names: Iterable[str]) -> float | None:
-    """Return the sum of all samples of the first name that has samples; None if none has."""
+    """Return the sum of all samples of the first name that has samples; None if no name has samples."""
     for name in names:
         if found := samples.get(name):
             return sum(each.value for each in found)

@@ -24,7 +24,7 @@ HISTORY_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """What a poll found about one instance: the router's entry, and the metrics that the instance reports."""
+    """The result of a poll for one instance: the router's entry, and the metrics that the instance reports."""
 
     listed: Listed
     figures: InstanceFigures | None = None
@@ -34,7 +34,7 @@ class InstanceReport:
 
 @dataclass(frozen=True, slots=True)
 class MasterReport:
-    """What a poll found about one master of the pool."""
+    """The result of a poll for one master of the pool."""
 
     address: str
     figures: MasterFigures | None = None

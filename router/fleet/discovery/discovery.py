@@ -2,7 +2,7 @@
 
 The instance of a terminating pod is drained: it gets no new requests, and is listed with its running requests until the
 pod is deleted, so that a hook of the pod can wait for them. This also applies to instances that register themselves.
-These instances are removed only when their heartbeats stop, whatever the state of their pods is.
+These instances are removed only when their heartbeats stop, not because of the state of their pods.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class PodWatch:
     def _note_trouble(self, sentence: str) -> None:
         """Record why the watch failed.
 
-        The first failure after a success is logged. Until the pods have been listed once, each different failure is.
+        The first failure after a success is logged. Until the pods have been listed once, each new failure is logged.
         """
         if self.trouble != sentence and (not self.trouble or not self.was_listed):
             known = f"; the instances of the {len(self.pods)} known pods stay registered" if self.was_listed else ""

@@ -83,7 +83,7 @@ class Pair(ABC):
         """
 
     def plan_decode(self, answer: bytes) -> Mapping[str, bytes]:
-        """Return the members of decode's request that depend on prefill's response. Called if prefill is sent first."""
+        """Return the members of decode's request that depend on prefill's response, if prefill is sent first."""
         return NO_MEMBERS
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:

@@ -36,7 +36,7 @@ def disaggregate_info(prefill: Registration, decode: Registration) -> dict[str, 
 
 
 class FastDeployPair(Pair):
-    """A pair of FastDeploy instances: both get the request at once, and prefill transfers the KV to decode."""
+    """A pair of FastDeploy instances: both get the request at the same time, and prefill transfers the KV to decode."""
 
     merges_segments = True
 

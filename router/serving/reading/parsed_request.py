@@ -150,7 +150,7 @@ class ParsedRequest:
             large: the scanned body, if it is large.
             derive_salt: called with the salt that the client sent, or ``""``. Returns the salt for the client's cache.
                 None if the clients' caches are not separated.
-            aliases: the model name of each alias.
+            aliases: for each alias, the name of its model.
 
         Raises:
             RequestEnded: the request cannot be served.
@@ -315,7 +315,7 @@ def _list_ids(members: Mapping[str, Any], key: str) -> dict[str, str]:
 
 
 def _make_request_id() -> str:
-    """Return a random UUID of version 4. The module ``uuid`` is not used, because it makes a system call for each."""
+    """Return a random UUID of version 4. The module ``uuid`` is not used: it makes a system call for each id."""
     text = random.getrandbits(128).to_bytes(16, "big").hex()  # formatting the number takes twice as long
     return f"{text[:8]}-{text[8:12]}-4{text[13:16]}-a{text[17:20]}-{text[20:]}"
 

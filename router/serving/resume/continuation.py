@@ -22,7 +22,7 @@ _COMPLETION_TOKENS = 16
 
 
 class Merger(Protocol):
-    """The part of the response that the client has received so far: a ``StreamMerger``."""
+    """The attributes of a ``StreamMerger`` that ``continue_stream`` needs."""
 
     @property
     def members(self) -> Mapping[str, Any]:
@@ -61,7 +61,7 @@ def needs_prompt(engine: EngineKind) -> bool:
 
 
 def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[str, Any]:
-    """Return the members to set in the request for an instance of ``engine``; empty if the response begins again.
+    """Return the members to set in the request for an instance of ``engine``; empty if no token must be continued.
 
     Raises:
         CannotContinue: this engine cannot continue the stream exactly.
@@ -101,7 +101,7 @@ def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[s
 
 
 def resume_by_ids(members: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Return the members with which FastDeploy continues after these generated tokens."""
+    """Return the members with which FastDeploy continues a response after the generated tokens ``ids``."""
     sent = members.get("completion_token_ids")
     added: dict[str, Any] = {"completion_token_ids": [*(sent if isinstance(sent, list) else ()), *ids]}
     added |= _count_limits(members, ids)

@@ -184,7 +184,10 @@ def count_integers(array: bytes) -> int:
 
 
 def split_events(events: bytes) -> list[bytes]:
-    """Split bytes into events. Each event includes its end. An engine uses only one kind of end."""
+    """Split bytes into events. Each event includes the blank line at its end.
+
+    An engine ends all its lines in the same way: with LF, or with CRLF.
+    """
     end = b"\r\n\r\n" if b"\r\n\r\n" in events else b"\n\n"
     *whole, rest = events.split(end)
     return [event + end for event in whole] + ([rest] if rest else [])
@@ -198,7 +201,7 @@ def parse_event(event: bytes) -> dict[str, Any] | None:
 
 
 def is_comment(event: bytes) -> bool:
-    """Return whether an event has no data for the client."""
+    """Return whether an event is only a comment, without data for the client."""
     return not _DATA.search(event)
 
 

@@ -94,7 +94,10 @@ class ResponseMerger:
         self._cached = figures
 
     def resume_members(self) -> dict[str, Any]:
-        """Return the members to set in the body of the next segment's request; ``{}`` if the response begins again."""
+        """Return the members to set in the body of the next segment's request.
+
+        If the response is generated from the beginning, return ``{}``.
+        """
         return resume_by_ids(self._body.members, self._ids) if self._ids else {}
 
     def make_end(self) -> bytes:

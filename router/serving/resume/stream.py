@@ -135,7 +135,7 @@ class StreamMerger:
         """The last of ``shown_ids`` if their text may end within a character; else empty.
 
         An engine does not send the text of a token that ends within a character before the end of the answer. But one
-        event may contain several tokens, and only the text of the first ones.
+        event may contain several tokens, and the text of only the first of these tokens.
         """
         self._fold_events()
         return self._shown[-_DOUBTFUL_IDS:] if self._last_count > 1 and not self._is_finished else []
@@ -186,7 +186,10 @@ class StreamMerger:
         self._expected = ids
 
     def feed_usual(self, event: bytes) -> bytes | None:
-        """Process one event like ``feed``, if it matches the template. Return None for any other event, or several."""
+        """Process one event like ``feed``, if it matches the template.
+
+        Return None if ``event`` does not match, or contains several events.
+        """
         shape = self._template
         if shape is None or not event.startswith(shape.beginning):
             return None

@@ -1,4 +1,4 @@
-"""The view "Pool": capacity, masters, evicted blocks, and blocks that instances look up and move."""
+"""The view "Pool": capacity, masters, evicted blocks, and the blocks that instances look up, load and save."""
 
 from __future__ import annotations
 
