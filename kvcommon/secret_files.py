@@ -16,7 +16,7 @@ def read_lines(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:
-        raise ValueError(f"{path}: {exc.strerror}") from exc
+        raise ValueError(f"{path} cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise ValueError(f"{path} is not text in UTF-8") from exc
     return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]

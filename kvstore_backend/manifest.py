@@ -140,7 +140,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         if len(data) < MANIFEST_BYTES:
             break
         if not names:
-            raise ManifestError(f"its fields need {len(data)} bytes; at most {MANIFEST_BYTES} are allowed")
+            raise ManifestError(f"the manifest's fields need {len(data)} bytes; at most {MANIFEST_BYTES} are allowed")
         names.pop()
     data = data.ljust(MANIFEST_BYTES - 1) + b"\n"
     decode_manifest(data, manifest.digest)
@@ -156,10 +156,10 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        raise ManifestError("it is not JSON") from None
+        raise ManifestError("the manifest is not JSON") from None
     manifest = parse_manifest(value)
     if manifest.digest != digest:
-        raise ManifestError("its fields have another digest than this namespace")
+        raise ManifestError("the manifest's fields have another digest than this namespace")
     return manifest
 
 
@@ -170,18 +170,18 @@ def parse_manifest(value: object) -> Manifest:
         ManifestError: the value is not a manifest.
     """
     if not isinstance(value, dict):
-        raise ManifestError("it is not a JSON object")
+        raise ManifestError("the manifest is not a JSON object")
     version = value.get("manifest")
     if type(version) is not int or version != _MANIFEST_VERSION:
-        raise ManifestError(f"it is not a manifest of version {_MANIFEST_VERSION}, the only supported version")
+        raise ManifestError(f"the manifest has another version than {_MANIFEST_VERSION}, the only supported version")
     fields, facts = value.get("fields"), value.get("facts")
     if not isinstance(fields, dict) or not fields or not all(_is_field(*item) for item in fields.items()):
-        raise ManifestError(f"its fields are missing, or one is neither a whole number nor {_PLAIN_TEXT}")
+        raise ManifestError(f"the manifest has no fields, or a field is neither a whole number nor {_PLAIN_TEXT}")
     if not isinstance(facts, dict) or not all(_is_plain(each) for item in facts.items() for each in item):
-        raise ManifestError(f"its facts are missing, or one is not {_PLAIN_TEXT}")
+        raise ManifestError(f"the manifest has no facts, or a fact is not {_PLAIN_TEXT}")
     block_format, written_at = value.get("block_format"), value.get("written_at")
     if type(block_format) is not int or not _is_plain(written_at):
-        raise ManifestError("it lacks the format of its blocks or the time at which it was written")
+        raise ManifestError("the manifest lacks block_format (a number) or written_at (a time)")
     return Manifest(fields, facts, block_format, str(written_at))
 
 

@@ -92,7 +92,7 @@ def write_manifest(store: StorageBackend, manifest: Manifest) -> bool:
         if status is Status.ABSENT:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             status = _put_bytes(store, key, encode_manifest(replace(manifest, written_at=now)))
-            logger.debug("manifest of namespace %s: %s", manifest.digest, status.value)
+            logger.debug("the manifest of namespace %s was put: %s", manifest.digest, status.value)
     except Exception as exc:  # the pool can be used without a manifest
         logger.warning("The manifest of namespace %s cannot be written: %s", manifest.digest, exc)
         return False

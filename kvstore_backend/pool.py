@@ -252,7 +252,7 @@ class BlockPool:
         """
         while wait and Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
             logger.warning(
-                "A call to the pool that missed its deadline still runs, so its memory cannot be used again yet"
+                "A call to the pool that missed its deadline still runs, so the memory of its blocks cannot be used yet"
             )
         return statuses
 

@@ -106,7 +106,9 @@ def _time_reads(pool: BlockPool, address: int, block_bytes: int, counts: tuple[i
 def _time_read(pool: BlockPool, hashes: list[bytes], values: list[tuple[Span]]) -> float:
     start = time.perf_counter()
     if pool.lookup(hashes) != len(hashes) or not all(pool.get_blocks(hashes, values)):
-        raise PoolUnavailable("blocks that were just stored could not be read again")
+        raise PoolUnavailable(
+            f"{len(hashes)} blocks that were just stored could not be read again; the pool may be full, or too slow"
+        )
     return time.perf_counter() - start
 
 
@@ -151,7 +153,9 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
             break
         words *= 2
     if tokens == short_tokens:
-        raise InstanceUnavailable(f"the instance accepted no prompt of more than {_SHORT_WORDS} words")
+        raise InstanceUnavailable(
+            f"the instance accepted no prompt of more than {_SHORT_WORDS} words; the measurement needs longer prompts"
+        )
     return max(0.0, seconds - short_seconds) / (tokens - short_tokens)
 
 

@@ -453,7 +453,8 @@ def check_tenants(settings: MooncakeSettings, admin: MasterAdmin) -> Iterator[Fi
         if name != DEFAULT_TENANT:
             yield warn(
                 subject,
-                f"the tenant {name!r} has no quota, because the master does not separate tenants; only keys differ",
+                f"the tenant {name!r} has no quota, because the master does not separate tenants; only the keys of "
+                "its blocks are separate",
                 "start the master with --tenants FILE, or leave tenant_id out",
             )
         return

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cards",
         type=int,
-        help="HCCL-based pools: number of cards or dies in the pool; without CONFIG only its sizes are computed",
+        help="HCCL-based pools: number of cards or dies in the pool; without CONFIG, only memory sizes are computed",
     )
     parser.add_argument(
         "--memory-factor", type=float, default=0.92, help="HCCL-based pools: memory factor of the engine (default 0.92)"
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> str:
     """Return the last line of the output: whether the pool can be used."""
     if arguments.cards is not None and arguments.config is None:
-        return f"a pool of these cards {'can' if usable else 'cannot'} be built; only sizes were computed"
+        return f"a pool of these cards {'can' if usable else 'cannot'} be built; only memory sizes were computed"
     if usable and is_tried:
         return "the pool can be used"
     return "the pool cannot be used as configured"

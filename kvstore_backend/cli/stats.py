@@ -141,7 +141,9 @@ def _read_figures(config: PoolConfig, arguments: argparse.Namespace) -> _PoolFig
         case FileSettings() as store:
             figures = _figures_of_folder(store)
         case MemorySettings():
-            raise ConfigError("a memory pool belongs to one process; only that process can list its blocks")
+            raise ConfigError(
+                "a memory pool belongs to one process; only that process can list its blocks; give another pool"
+            )
     figures.instances = {address: _figures_of_instance(address) for address in arguments.instances}
     return figures
 

@@ -179,7 +179,7 @@ def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
         values, places = dict(parsed.values), dict(parsed.places)
     elif backend == "mooncake":
         raise ConfigError(
-            f'{where} has no "configPath"; with "backend": "mooncake" it must name a file with the master'
+            f'{where} has no "configPath"; with "backend": "mooncake" it must name a file with the master\'s address'
         )
     if "asyncWrite" in pool:
         values["async_write"], places["async_write"] = pool["asyncWrite"], f"asyncWrite of {where}"
@@ -210,7 +210,7 @@ def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)} twice")
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return members
 
 

@@ -185,6 +185,7 @@ class PoolConfig:
         """
         if self.kv:
             raise ConfigError(
-                f"kv is {self.kv!r} (KVSTORE_KV), but {who} stores blocks unchanged; leave kv out, or use our engine"
+                f"kv is {self.kv!r} (KVSTORE_KV), but {who} stores blocks unchanged; leave kv out, or use our "
+                "reference engine"
             )
         return self

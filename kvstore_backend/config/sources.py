@@ -369,7 +369,7 @@ def _parse_store_url(value: object) -> MemorySettings | FileSettings:
     try:
         parsed = read_url(value) if isinstance(value, str) else None
         if parsed is None or parsed.backend == "mooncake":
-            raise ValueError("it must be a URL such as memory:?size=1GiB or file:///dev/shm/kvpool?size=4GiB")
+            raise ValueError("the value must be a URL such as memory:?size=1GiB or file:///dev/shm/kvpool?size=4GiB")
         kind = STORE_SETTINGS[parsed.backend]
         store = _fill_settings(kind, [_parsed_source(_field_names(kind), parsed)])
     except ConfigError as exc:

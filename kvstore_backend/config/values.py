@@ -1,7 +1,7 @@
 """Parsers for the values of settings, from text or JSON; and defaults that depend on the machine.
 
 A parser returns the checked value, or raises ``ValueError``. The error's message is the end of a sentence that says
-which values are valid ("it must be host:port, ..."). The caller adds the beginning: the setting and its value.
+which values are valid ("the address must be host:port, ..."). The caller adds the beginning: the setting and its value.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse_size(value: object) -> int:
 def parse_positive_size(value: object) -> int:
     """Parse a size, and refuse 0."""
     if (size := parse_size(value)) == 0:
-        raise ValueError("it must be more than 0 bytes")
+        raise ValueError("a size must be more than 0 bytes")
     return size
 
 
@@ -85,14 +85,14 @@ def parse_segment_size(value: object) -> int:
 def parse_text(value: object) -> str:
     """Return a text without spaces at its beginning and end; refuse values of other types."""
     if not isinstance(value, str):
-        raise ValueError("it must be text")
+        raise ValueError("the value must be text")
     return value.strip()
 
 
 def parse_tenant(value: object) -> str:
     """Parse the name of a tenant; refuse names that Mooncake's master refuses."""
     if not (text := parse_text(value)) or text.startswith("_") or not text.isprintable():
-        raise ValueError("a tenant's name has printable characters and does not begin with _, such as team-a")
+        raise ValueError("a tenant's name must have only printable characters and not begin with _; team-a is valid")
     return text
 
 
@@ -108,12 +108,12 @@ def parse_master_address(value: object) -> str:
         return _parse_servers(scheme, rest)
     if scheme == "k8s" and separator:
         if not _LEASE.fullmatch(rest):
-            raise ValueError("after k8s:// it must have namespace/lease, such as k8s://default/mooncake-master")
+            raise ValueError("k8s:// must be followed by namespace/lease, such as k8s://default/mooncake-master")
         return text
     if separator:
         raise ValueError(
-            "it must be host:port, such as 127.0.0.1:15001, or for several masters etcd://host:port;host:port, "
-            "redis://host:port or k8s://namespace/lease"
+            "the address must be host:port, such as 127.0.0.1:15001, or for several masters "
+            "etcd://host:port;host:port, redis://host:port or k8s://namespace/lease"
         )
     return _parse_address(value)
 
@@ -126,9 +126,9 @@ def _parse_servers(scheme: str, rest: str) -> str:
         servers = (server.strip().removeprefix("http://").removesuffix("/") for server in re.split("[;,]", rest))
         return "etcd://" + ";".join(_parse_address(server) for server in servers)
     except ValueError:
-        several = "" if scheme == "redis" else ", or several of them separated by ;"
-        password = "; a password goes into MC_REDIS_PASSWORD" if scheme == "redis" else ""
-        raise ValueError(f"after {scheme}:// it must be host:port{several}{password}") from None
+        several = "" if scheme == "redis" else ", or by several host:port separated by ;"
+        password = "; set the password in MC_REDIS_PASSWORD" if scheme == "redis" else ""
+        raise ValueError(f"{scheme}:// must be followed by host:port{several}{password}") from None
 
 
 def hide_password(value: object) -> object:
@@ -142,7 +142,7 @@ def _parse_address(value: object) -> str:
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536) or (
         not bracketed and re.search(r"[:/@\s]", host)
     ):
-        raise ValueError("it must be host:port, such as 127.0.0.1:15001")
+        raise ValueError("the address must be host:port, such as 127.0.0.1:15001")
     return f"{host}:{port}"
 
 
@@ -159,7 +159,7 @@ def parse_metadata_server(value: object) -> str:
         usable = False
     if not usable:
         raise ValueError(
-            "it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata, "
+            "the metadata server must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata, "
             "etcd://host:port;host:port or redis://host:port"
         )
     return text
@@ -173,7 +173,7 @@ def parse_protocol(value: object) -> str:
         ValueError: the value is not a protocol.
     """
     if not isinstance(value, str) or value.strip().lower() not in ("tcp", "rdma", "ascend"):
-        raise ValueError("it must be tcp or rdma, or ascend if Mooncake was built for it")
+        raise ValueError("the protocol must be tcp or rdma, or ascend with a build of Mooncake for Ascend")
     protocol = value.strip().lower()
     if protocol == "rdma" and not list_rdma_devices():
         raise MissingDeviceError("this machine has no RDMA device; set tcp, or leave the protocol out")
@@ -186,7 +186,7 @@ def parse_device_names(value: object) -> str:
     Refuses JSON with the devices of several ranks, which other software accepts.
     """
     if (text := parse_text(value)).startswith("{"):
-        raise ValueError("it must be one list of names, separated by commas; give each rank its own configuration")
+        raise ValueError("the devices must be names, separated by commas; give each rank its own configuration")
     return text
 
 
@@ -195,30 +195,30 @@ def parse_switch(value: object) -> bool:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or value.strip().lower() not in _SWITCHES:
-        raise ValueError("it must be true or false")
+        raise ValueError("the value must be true or false")
     return _SWITCHES[value.strip().lower()]
 
 
 def parse_kv_form(value: object) -> str:
     """Parse the form of stored blocks: ``int8``, ``fp8`` (``engine/pool/kv_codec.py``), or "" for unchanged blocks."""
     if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
-        raise ValueError(f"it must be {' or '.join(_KV_FORMS)}, or left out to store blocks unchanged")
+        raise ValueError(f"the form must be {' or '.join(_KV_FORMS)}; without a form, blocks are stored unchanged")
     return value.strip().lower()
 
 
 def parse_folder(value: object) -> Path:
     """Return the absolute path of a folder. The folder may not exist yet."""
     if not isinstance(value, (str, Path)) or not str(value).strip():
-        raise ValueError("it must be the path of a folder")
+        raise ValueError("the value must be the path of a folder")
     try:
         path = Path(value).expanduser().absolute()
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return path  # opening the store reports the reason
     except (OSError, RuntimeError, ValueError) as exc:  # too long, ~ with an unknown user, a zero byte
-        raise ValueError(f"it must be the path of a folder: {getattr(exc, 'strerror', None) or exc}") from None
+        raise ValueError(f"the value must be the path of a folder: {getattr(exc, 'strerror', None) or exc}") from None
     if not is_folder:
-        raise ValueError("it must be the path of a folder, but it is a file")
+        raise ValueError("the value must be the path of a folder, but it is a file")
     return path
 
 

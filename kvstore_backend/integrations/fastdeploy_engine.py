@@ -214,7 +214,8 @@ class Weights:
             return self._version
         if not self._is_logged:
             logger.warning(
-                "The weights in %s have changed, but the version in %s has not; the pool is not used until it changes",
+                "The weights in %s have changed, but the version in %s has not; the pool is not used until the version "
+                "changes",
                 self._folder,
                 self._file.name,
             )

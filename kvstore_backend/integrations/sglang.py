@@ -290,14 +290,15 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             pieces = [Span(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
         except Exception as exc:  # any exception that SGLang raises for this layout
             logger.warning(
-                "SGLang does not report the addresses of %d pages of %s, so they are a miss: %r", len(keys), name, exc
+                "SGLang does not report the addresses of %d pages of %s, so these pages are a miss: %r",
+                *(len(keys), name, exc),
             )
             return None
         each, left = divmod(len(pieces), len(keys))
         if left or not each:
             logger.warning(
                 "SGLang reports %d pages of %s and %d spans of memory, so the pages are a miss: all pages must have "
-                "equally many spans",
+                "the same number of spans",
                 *(len(keys), name, len(pieces)),
             )
             return None
@@ -382,8 +383,8 @@ def _read_server(weights_version: str) -> Mapping[str, object]:
             return {}
         raise ConfigError(
             f"this version of SGLang does not expose its server's settings ({exc}), so different servers could "
-            'read each other\'s KV; set "weights_version" in the extra configuration, to another value for each set of '
-            "weights"
+            'read each other\'s KV; set "weights_version" in the extra configuration, to another value for each '
+            "version of the weights"
         ) from exc
     return settings
 
@@ -447,8 +448,8 @@ def _check_host(host: Any, kv_dtype: str) -> None:
         raise ConfigError(_NO_ENVELOPES)
     if getattr(host, "kv_cache_dim", None) is None and getattr(host, "head_dim", None) is None:
         raise ConfigError(
-            f"a host pool of the class {type(host).__name__} is not supported, because the shape of its pages "
-            "is not known"
+            f"SGLang's host memory has the class {type(host).__name__}, which this backend does not support, because "
+            "the shape of its pages is not known; start SGLang without a storage backend"
         )
     if str(host.dtype) in _PLAIN_BYTES and kv_dtype == "auto":
         raise ConfigError(

@@ -208,7 +208,7 @@ def _look_up_endpoint(name: str, metadata_server: str) -> str:
     try:
         return f"{entry['ip_or_host_name']}:{entry['rpc_port']}"
     except (KeyError, TypeError) as exc:
-        raise ValueError(f"{metadata_server} has no address of {name}") from exc
+        raise ValueError(f"the metadata server {metadata_server} has no address of the client {name}") from exc
 
 
 def list_clusters_in_etcd(servers: Sequence[str]) -> dict[str, str]:

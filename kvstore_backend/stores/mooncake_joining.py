@@ -142,7 +142,8 @@ def join_cluster(settings: MooncakeSettings) -> Any:
     # there is no other network; with masters in etcd each try takes 30 s.
     if "://" in settings.metadata_server and not binds_address() and not _has_network():
         raise PoolUnavailable(
-            "this machine has no network except loopback, which Mooncake uses only with MC_TCP_BIND_ADDRESS=127.0.0.1"
+            "this machine has no network except loopback; Mooncake uses loopback only if you set "
+            "MC_TCP_BIND_ADDRESS=127.0.0.1"
         )
     if settings.ha_backend:
         set_native_cluster(settings)

@@ -93,10 +93,10 @@ def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) 
         try:
             take_back()
         except Exception:
-            logger.exception("Memory of a late call could not be made usable again")
+            logger.exception("The memory of a call to the pool that missed its deadline could not be made usable again")
 
     try:
         threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
     except RuntimeError as exc:
         _NEVER_CALLED.append(take_back)
-        logger.error("Memory that a late call may still use is never used again: %s", exc)
+        logger.error("No thread can wait for a late call to the pool, so its memory is never used again: %s", exc)

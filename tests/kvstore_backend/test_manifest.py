@@ -52,7 +52,7 @@ def test_a_pool_that_lies_is_told_from_a_manifest(data: bytes) -> None:
 
 
 def test_other_bytes_are_told_in_a_sentence() -> None:
-    with pytest.raises(ManifestError, match="it is not JSON"):
+    with pytest.raises(ManifestError, match="the manifest is not JSON"):
         decode_manifest(b"?" * MANIFEST_BYTES, NAMESPACE.digest)
 
 

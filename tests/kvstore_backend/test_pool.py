@@ -39,7 +39,9 @@ def test_a_namespace_has_the_tenant_that_the_configuration_names() -> None:
     assert named == replace(NAMESPACE, tenant="team-a")
     assert named.digest != NAMESPACE.digest
     assert "tenant" not in NAMESPACE.fields
-    with pytest.raises(ConfigError, match="MOONCAKE_TENANT_ID is '_a'; a tenant's name has printable characters"):
+    with pytest.raises(
+        ConfigError, match="MOONCAKE_TENANT_ID is '_a'; a tenant's name must have only printable characters"
+    ):
         load_config(url, environ={"MOONCAKE_TENANT_ID": "_a"})
 
 

@@ -64,7 +64,9 @@ class Program:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._is_ready():  # a child of a killed program keeps its port until its memory is freed
             if time.monotonic() > deadline:
-                raise StartFailed(f"{self.name} cannot be started: another program already answers at its port; end it")
+                raise StartFailed(
+                    f"{self.name} cannot be started: another program listens at its port; end that program"
+                )
             time.sleep(_POLL_SECONDS)
         try:
             with self._log.open("ab") as log:

@@ -174,7 +174,7 @@ def _make_recipe(members: Any, path: Path, variables: Mapping[str, str], folder:
     _check_members("the recipe", members, Recipe, "ports", required=("title", "instance"))
     names = _read_list(members, "ports")
     if len(names) > len(ports):
-        raise ConfigError(f"ports has {len(names)} names; at most {len(ports)} are possible")
+        raise ConfigError(f"ports has {len(names)} names; at most {len(ports)} names are possible")
     known = dict(zip(names, map(str, ports), strict=False))
     known |= {"folder": str(folder), "recipe": str(path.resolve().parent), "python": shlex.quote(sys.executable)}
     declared = {name: str(value) for name, value in _read_map(members, "variables").items()}
@@ -208,7 +208,9 @@ def _read_part(where: str, part: Any, known: Mapping[str, str]) -> PartSettings:
     _check_members(where, part, PartSettings, required=("command", "port"))
     port = _expand(str(part["port"]), known)
     if not (port.isascii() and port.isdecimal() and int(port) < 65536):
-        raise ConfigError(f"{where}.port is {port!r}; it must be the port on which the program listens when ready")
+        raise ConfigError(
+            f"{where}.port is {port!r}; it must be the number of the port on which the program listens when it is ready"
+        )
     environment = {name: _expand(str(value), known) for name, value in _read_map(part, "environment").items()}
     return PartSettings(split_command(_expand(str(part["command"]), known)), environment, int(port))
 

@@ -207,6 +207,6 @@ def _report(arguments: argparse.Namespace, removed: dict[str, int], late: int, s
     if not removed:
         print("the pool has no blocks of this software, so nothing was removed")
     if late:
-        print(f"{late} more blocks, which instances had stored meanwhile, were removed")
+        print(f"{late} more blocks, which instances stored during the removal, were also removed")
     for each in states:
         print(each.sentence)

@@ -89,4 +89,6 @@ def _find_holdings(arguments: argparse.Namespace) -> Holdings:
         case FileSettings() as store:
             return FolderHoldings(store)
         case MemorySettings():
-            raise ConfigError("a memory pool belongs to one process; only that process can list its blocks")
+            raise ConfigError(
+                "a memory pool belongs to one process; only that process can list its blocks; give another pool"
+            )

@@ -192,7 +192,8 @@ def _scope_of_prefix(
         raise ConfigError(f"the tokens of the prefix cannot be used: {exc}") from None
     if not hashes:
         raise ConfigError(
-            f"the prefix has {len(tokens)} tokens, less than one block of {size}, so it selects none; give a longer one"
+            f"the prefix has {len(tokens)} tokens, less than one block of {size}, so it selects no block; give a "
+            "longer prefix"
         )
     keys = [f"{key_prefix(digest)}{each.hex()}" for each in hashes]
     return Scope(digest, keys, len(hashes) * size, manifest)

@@ -350,7 +350,8 @@ def _read_prefill_wait(transfer: Any) -> float:
         )
     if seconds and not transfer.is_kv_consumer:
         raise ConfigError(
-            f"prefill_wait_s is set, but an instance with kv_role {transfer.kv_role} loads nothing from the pool"
+            f"prefill_wait_s is set, but an instance with kv_role {transfer.kv_role} loads nothing from the "
+            "pool; remove prefill_wait_s, or use another kv_role"
         )
     return float(seconds)
 

@@ -101,7 +101,10 @@ class HybridSchedulerHalf(SchedulerHalf):
         if resume.num_tokens < resume.num_reached and not unknown:
             for group, missing in zip(self._groups, resume.missing, strict=True):
                 self._counts.add_operation(group.name.replace(" ", "_"), missing=missing)
-            logger.info("A hit is shorter than the full-attention blocks allow: %s", resume.describe(self._groups))
+            logger.info(
+                "A hit is shorter than the prefix of which all full-attention blocks were found: %s",
+                resume.describe(self._groups),
+            )
         return _Found((resume.num_tokens - first) // self._block_size, None)
 
     def _look_up_in(self, wanted: _Wanted, unknown: set[Status]) -> Exists:

@@ -409,7 +409,9 @@ class SchedulerHalf:
             "The prefix cache was reset: this instance shares no blocks with other instances until its next start"
         )
         if self._is_stale:
-            logger.warning("vLLM's own cache was not reset: no blocks are loaded or saved until both caches are reset")
+            logger.warning(
+                "vLLM did not reset its own cache: no blocks are loaded or saved until a later reset succeeds"
+            )
         return not self._is_stale
 
     @property

@@ -47,7 +47,7 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     if is_ray and parallel.pipeline_parallel_size > 1 and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         raise ConfigError(
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND is 0, and vLLM's older Ray executor drops the reports of all pipeline "
-            "stages but the last, so a load would never end; unset it, or use --distributed-executor-backend mp"
+            "stages except the last, so a load would never end; unset it, or use --distributed-executor-backend mp"
         )
     if cache.prefix_caching_hash_algo not in _HASHES:
         raise ConfigError(
@@ -87,7 +87,7 @@ def _read_group(specs: Sequence[Any]) -> Group:
         names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
         raise ConfigError(
             f"one group of layers stores its KV as {names} with different windows or block sizes; KVStoreConnector "
-            "needs one kind per group"
+            "needs the same type, window and block size in all layers of a group"
         )
     if type(first) in _FULL:
         return Group("full", first.block_size)
@@ -136,8 +136,8 @@ def _require_plain_groups(vllm_config: Any, kv_cache_config: Any, specs: Sequenc
     )
     if any(odd):
         raise ConfigError(
-            "this model's groups of layers store their KV in several dtypes, or several tokens as one; "
-            "KVStoreConnector needs one dtype and a state for each token"
+            "this model's groups of layers store their KV in several dtypes, or one KV entry for several tokens; "
+            "KVStoreConnector needs one dtype, and one entry for each token"
         )
     for group in kv_cache_config.kv_cache_groups:
         is_usual = group.enable_kv_transfer and not group.host_resident and not group.is_eagle_group

@@ -122,7 +122,7 @@ class Ledger:
         self._serial = itertools.count()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (refusal := find_refusal(folder)) is not None:
-            raise PermissionError(errno.EPERM, f"it {refusal[0]}; {refusal[1]}")
+            raise PermissionError(errno.EPERM, f"the folder {refusal[0]}; {refusal[1]}")
         self._ledger.touch(mode=0o600)  # first, because a folder with files and no ledger is refused
         with self._lock_ledger() as ledger, contextlib.ExitStack() as undo:
             boot_id = BOOT_ID_FILE.read_bytes()
@@ -181,7 +181,7 @@ class Ledger:
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
-                raise FolderRemoved(errno.EIO, "this process's folder in it was removed") from None
+                raise FolderRemoved(errno.EIO, "this process's folder in writers/ was removed") from None
             except OSError:
                 os.pwrite(ledger, _CONSISTENT, _STATE_AT)
                 raise
@@ -209,7 +209,7 @@ class Ledger:
                 os.rename(draft.path, block)
             except FileNotFoundError:
                 os.pwrite(ledger, _CHANGING, _STATE_AT)
-                raise FolderRemoved(errno.EIO, "its blocks were removed") from None
+                raise FolderRemoved(errno.EIO, "the subfolder blocks/ was removed") from None
 
     def discard_draft(self, draft: Draft) -> None:
         """Remove a draft (unfinished file of a value) that will not be published, and free its space."""
@@ -246,7 +246,7 @@ class Ledger:
         try:
             ledger = os.open(self._ledger, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # to callers a FileNotFoundError means that a value is absent
-            raise FolderRemoved(errno.EIO, "its ledger was removed") from None
+            raise FolderRemoved(errno.EIO, "the file ledger was removed") from None
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
             if os.pread(ledger, 1, _STATE_AT) == _CHANGING:
@@ -259,7 +259,7 @@ class Ledger:
         """Raise ``OSError`` if a process of another machine has the folder open."""
         for writer in list_folders(self._writers):
             if _WRITER.fullmatch(writer.name) and not _is_writer_dead(writer.path):
-                text = "a process of another machine has it open, but only the processes of one machine can share it; "
+                text = "a process of another machine has the folder open, which only one machine can use; "
                 raise OSError(errno.EINVAL, text + "give each machine its own folder, or use a Mooncake pool")
 
     def _settle_size(self, ledger: int, named: int | None) -> int:
@@ -271,8 +271,11 @@ class Ledger:
         recorded = _read_size(ledger)
         size = named or recorded or DEFAULT_BYTES
         if recorded and size != recorded and any(_WRITER.fullmatch(each.name) for each in list_folders(self._writers)):
-            text = f"other processes have it open with a size of {recorded} bytes, but this process requests {size}; "
-            raise OSError(errno.EINVAL, text + "give the same size or none, or stop those processes first")
+            raise OSError(
+                errno.EINVAL,
+                f"other processes opened the folder with a size of {recorded} bytes, but this process requests {size} "
+                "bytes; give the same size or none, or stop the other processes first",
+            )
         os.pwrite(ledger, _SIZE.pack(size), _SIZE_AT)
         return size
 

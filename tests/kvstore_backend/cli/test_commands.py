@@ -424,13 +424,13 @@ def test_a_master_of_several_is_started_in_mooncakes_words(flags: str, started: 
         ("--ha_backend_type redis", "--ha_backend_type redis needs --ha_backend_connstring with the address of this"),
         (
             "--ha_backend_type redis --ha_backend_connstring h",
-            "--ha_backend_connstring is 'h'; after redis:// it must be host:port",
+            "--ha_backend_connstring is 'h'; redis:// must be followed by host:port",
         ),
-        ("--etcd h1", "--etcd is 'h1'; after etcd:// it must be host:port"),
+        ("--etcd h1", "--etcd is 'h1'; etcd:// must be followed by host:port"),
         ("--etcd h1:1 --ha_backend_connstring h1:1", "--etcd and --ha_backend_connstring both name the service"),
         (
             "--ha_backend_type redis --ha_backend_connstring redis://secret@h:1",
-            "--ha_backend_connstring is 'redis://...@h:1'; after redis:// it must be host:port; a password goes into",
+            "--ha_backend_connstring is 'redis://...@h:1'; redis:// must be followed by host:port; set the password in",
         ),
         ("--ha_backend_type redis --ha_backend_connstring h:1 --oplog", "--oplog needs --etcd"),
         (

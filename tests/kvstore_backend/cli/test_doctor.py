@@ -350,7 +350,7 @@ def test_a_file_that_says_rdma_passes_with_the_variable_that_says_tcp(
 def test_where_only_sizes_were_computed_no_pool_is_said_to_be_tried() -> None:
     ended = kvstore("doctor", "--cards", 128)
     assert ended.status == 0
-    assert ended.output.splitlines()[-1] == "a pool of these cards can be built; only sizes were computed"
+    assert ended.output.splitlines()[-1] == "a pool of these cards can be built; only memory sizes were computed"
     assert not json.loads(kvstore("doctor", "--cards", 128, "--json").output)["tried"]
     assert "a pool of these cards cannot be built" in kvstore("doctor", "--cards", 600).output
 

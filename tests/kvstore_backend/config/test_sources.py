@@ -164,7 +164,7 @@ def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
         ),
         (
             {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1"},
-            "MOONCAKE_MASTER_SERVER_ADDR is '10.0.0.1'; it must be host:port, such as 127.0.0.1:15001",
+            "MOONCAKE_MASTER_SERVER_ADDR is '10.0.0.1'; the address must be host:port, such as 127.0.0.1:15001",
         ),
         (
             {**MASTER, "MOONCAKE_GLOBAL_SEGMENT_SIZE": "lots"},
@@ -178,12 +178,13 @@ def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
         (
             {**MASTER, "MOONCAKE_METADATA_SERVER": "127.0.0.1:15002"},
             "MOONCAKE_METADATA_SERVER is '127.0.0.1:15002'; "
-            "it must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata, etcd://host:port;host:port "
-            "or redis://host:port",
+            "the metadata server must be P2PHANDSHAKE, or a URL such as http://127.0.0.1:15002/metadata, "
+            "etcd://host:port;host:port or redis://host:port",
         ),
         (
             {**MASTER, "MOONCAKE_PROTOCOL": "tpc"},
-            "MOONCAKE_PROTOCOL is 'tpc'; it must be tcp or rdma, or ascend if Mooncake was built for it",
+            "MOONCAKE_PROTOCOL is 'tpc'; the protocol must be tcp or rdma, or ascend with a build of Mooncake for "
+            "Ascend",
         ),
         (
             {**MASTER, "MOONCAKE_PROTOCOL": "rdma"},
@@ -208,24 +209,24 @@ def test_a_wrong_environment_gets_one_sentence(environ: dict[str, str], sentence
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ({"master_server_addr": 15001}, '"master_server_addr" in {} is 15001; it must be host:port, such as'),
-        ({"master_server_addr": "http://h:1"}, "it must be host:port"),
-        ({"master_server_addr": "h:70000"}, "it must be host:port"),
-        ({"master_server_addr": "::1:15001"}, "it must be host:port"),
-        ({"local_hostname": None}, '"local_hostname" in {} is None; it must be text'),
-        ({"rdma_devices": ["mlx5_0"]}, "\"rdma_devices\" in {} is ['mlx5_0']; it must be text"),
+        ({"master_server_addr": 15001}, '"master_server_addr" in {} is 15001; the address must be host:port, such as'),
+        ({"master_server_addr": "http://h:1"}, "the address must be host:port"),
+        ({"master_server_addr": "h:70000"}, "the address must be host:port"),
+        ({"master_server_addr": "::1:15001"}, "the address must be host:port"),
+        ({"local_hostname": None}, '"local_hostname" in {} is None; the value must be text'),
+        ({"rdma_devices": ["mlx5_0"]}, "\"rdma_devices\" in {} is ['mlx5_0']; the value must be text"),
         ({"global_segment_size": True}, '"global_segment_size" in {} is True; a size is a number of bytes'),
         ({"global_segment_size": -1}, '"global_segment_size" in {} is -1; a size is a number of bytes'),
         ({"local_buffer_size": 1.5e9}, '"local_buffer_size" in {} is 1500000000.0; a size is a number of bytes'),
         ({"local_buffer_size": "4G"}, "\"local_buffer_size\" in {} is '4G'; a size is a number of bytes"),
-        ({"metadata_server": "p2phandshake"}, "it must be P2PHANDSHAKE, or a URL"),
-        ({"metadata_server": "http://h:port/metadata"}, "it must be P2PHANDSHAKE, or a URL"),
+        ({"metadata_server": "p2phandshake"}, "the metadata server must be P2PHANDSHAKE, or a URL"),
+        ({"metadata_server": "http://h:port/metadata"}, "the metadata server must be P2PHANDSHAKE, or a URL"),
         ({"protocol": "rdma"}, "\"protocol\" in {} is 'rdma'; this machine has no RDMA device"),
         ({"protocol": "rdma"}, "set tcp, or leave the protocol out"),
         ("{", "configuration file '{}' is not JSON: "),
         (
             '{"protocol": "tcp", "protocol": "rdma"}',
-            "configuration file '{}' cannot be used: it has protocol twice",
+            "configuration file '{}' cannot be used: the name 'protocol' occurs twice",
         ),
         ('{"protocol": ' + "[" * 100_000, "configuration file '{}' is nested too deep"),
         ("\xff", "configuration file '{}' is not JSON: "),
@@ -333,15 +334,19 @@ def test_what_kubernetes_makes_of_a_service_named_kvstore_is_let_alone(name: str
 @pytest.mark.parametrize(
     ("backend", "environ", "sentence"),
     [
-        ("file", {"KVSTORE_FILE_SIZE": "0"}, "KVSTORE_FILE_SIZE is '0'; it must be more than 0 bytes"),
+        ("file", {"KVSTORE_FILE_SIZE": "0"}, "KVSTORE_FILE_SIZE is '0'; a size must be more than 0 bytes"),
         ("file", {"KVSTORE_FILE_SIZ": "1GB"}, "KVSTORE_FILE_SIZ is not known; did you mean KVSTORE_FILE_SIZE?"),
         ("file", {"KVSTORE_SIZE": "1GB"}, "KVSTORE_SIZE is not known; did you mean KVSTORE_FILE_SIZE?"),
         ("file", {"KVSTORE_PATH": "/ssd"}, "KVSTORE_PATH is not known; did you mean KVSTORE_FILE_PATH?"),
-        ("file", {"KVSTORE_FILE_PATH": "~nosuchuser/x"}, "it must be the path of a folder: "),
-        ("file", {"KVSTORE_FILE_PATH": "/tmp/" + "x" * 300}, "it must be the path of a folder: File name too long"),
-        ("file", {"KVSTORE_FILE_PATH": "/tmp/a\0b"}, "it must be the path of a folder: embedded null byte"),
-        ("file", {"KVSTORE_FILE_PATH": __file__}, "it must be the path of a folder, but it is a file"),
-        ("file", {"KVSTORE_FILE_PATH": " "}, "KVSTORE_FILE_PATH is ' '; it must be the path of a folder"),
+        ("file", {"KVSTORE_FILE_PATH": "~nosuchuser/x"}, "the value must be the path of a folder: "),
+        (
+            "file",
+            {"KVSTORE_FILE_PATH": "/tmp/" + "x" * 300},
+            "the value must be the path of a folder: File name too long",
+        ),
+        ("file", {"KVSTORE_FILE_PATH": "/tmp/a\0b"}, "the value must be the path of a folder: embedded null byte"),
+        ("file", {"KVSTORE_FILE_PATH": __file__}, "the value must be the path of a folder, but it is a file"),
+        ("file", {"KVSTORE_FILE_PATH": " "}, "KVSTORE_FILE_PATH is ' '; the value must be the path of a folder"),
         ("memory", {"KVSTORE_MEMORY_SIZE": "much"}, "KVSTORE_MEMORY_SIZE is 'much'; a size is"),
     ],
 )

@@ -62,7 +62,7 @@ def test_the_prefix_cache_may_be_one_plugin_of_several(tmp_path: Path, plugins: 
         (lambda b, m: b.pop("ModelDeployConfig"), "names no model"),
         (lambda b, m: b["kvPoolConfig"].update(configPath="lost.json"), "lost.json.* does not exist"),
         (lambda b, m: b["kvPoolConfig"].update(backend="unifiedcache"), "'unifiedcache'; it must be mooncake"),
-        (lambda b, m: b["kvPoolConfig"].update(asyncWrite="perhaps"), "asyncWrite .* it must be true or false"),
+        (lambda b, m: b["kvPoolConfig"].update(asyncWrite="perhaps"), "asyncWrite .* the value must be true or false"),
         (lambda b, m: b.update(npuDeviceIds=[0, 1]), "a list of card ids for each instance"),
         (lambda b, m: m.pop("local_hostname"), '"local_hostname" is not in .* MindIE has no default'),
         (lambda b, m: m.update(metadata_server=" "), "metadata_server"),

@@ -460,7 +460,7 @@ def test_the_memory_of_all_kinds_of_state_in_one_is_refused(attach: Attach, mode
 def test_host_memory_without_a_shape_is_refused(attach: Attach) -> None:
     host = HostMemory()
     del host.head_dim
-    with pytest.raises(ConfigError, match="HostMemory is not supported"):
+    with pytest.raises(ConfigError, match="class HostMemory, which this backend does not support"):
         attach(host)
 
 

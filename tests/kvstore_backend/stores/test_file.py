@@ -325,7 +325,7 @@ class TestCrashes:
         other = tmp_path / "boot_id"  # stands in for another kernel's
         other.write_text("00000000-1111-2222-3333-444444444444\n")
         monkeypatch.setattr(file_ledger, "BOOT_ID_FILE", other)
-        with pytest.raises(PoolUnavailable, match="a process of another machine has it open"):
+        with pytest.raises(PoolUnavailable, match="a process of another machine has the folder open"):
             FileStore(folder, 100 * BLOCK)
         assert store.exists(["key"]) == [OK]
 
@@ -354,7 +354,7 @@ class TestTheFolder:
     def test_a_folder_of_another_user_is_refused(self, folder: Path) -> None:
         folder.mkdir()
         os.chown(folder, 12345, 12345)
-        with pytest.raises(PoolUnavailable, match="it belongs to user 12345"):
+        with pytest.raises(PoolUnavailable, match="the folder belongs to user 12345"):
             FileStore(folder, BLOCK)
 
     @pytest.mark.parametrize("mode", [0o1777, 0o770, 0o702])
@@ -362,7 +362,7 @@ class TestTheFolder:
         folder.mkdir()
         folder.chmod(mode)
         with pytest.raises(
-            PoolUnavailable, match=f"it is writable for other users .mode {mode:o}.* chmod go-w {folder}"
+            PoolUnavailable, match=f"the folder is writable for other users .mode {mode:o}.* chmod go-w {folder}"
         ):
             FileStore(folder, BLOCK)
         assert list(folder.iterdir()) == []
@@ -372,7 +372,7 @@ class TestTheFolder:
     def test_a_folder_in_which_another_user_made_a_part_is_refused(self, folder: Path, part: str) -> None:
         FileStore(folder, BLOCK).close()
         os.chown(folder / part, 12345, 12345)
-        with pytest.raises(PoolUnavailable, match=f"it has a part, {part}, that belongs to user 12345"):
+        with pytest.raises(PoolUnavailable, match=f"the folder has a part, {part}, that belongs to user 12345"):
             FileStore(folder, BLOCK)
 
     def test_whatever_the_umask_others_may_write_to_no_part_of_it(self, folder: Path) -> None:
@@ -394,7 +394,9 @@ class TestTheFolder:
         for name in contents:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("somebody's own" * 100)
-        with pytest.raises(PoolUnavailable, match=f"it contains blocks.* of a pool; name a new .* {folder}/kvpool"):
+        with pytest.raises(
+            PoolUnavailable, match=f"the folder contains blocks.* of a pool; name a new .* {folder}/kvpool"
+        ):
             FileStore(folder, BLOCK)
         assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == contents
 
