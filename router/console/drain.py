@@ -133,7 +133,10 @@ async def _carry_out(router: RouterClient, flags: argparse.Namespace) -> int:
 
 
 async def _check_loss(router: RouterClient, instances: Sequence[str], flags: argparse.Namespace) -> None:
-    """Ask for confirmation if no other instance of their role is usable. With --self-port, only print a warning."""
+    """Ask for confirmation if ``instances`` are the last usable instances of a role or a model.
+
+    With --self-port, only print a warning.
+    """
     try:
         listed = await _ask(router.list_instances, AWAY_SECONDS if flags.wait is not None else 0.0)
     except TokenWanted:

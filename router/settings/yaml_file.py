@@ -55,6 +55,6 @@ def read_yaml(path: Path) -> Any:
     except (UnicodeDecodeError, yaml.YAMLError) as exc:
         raise YamlFileError(f"it is not YAML: {' '.join(str(exc).split())}") from exc
     except RecursionError:
-        raise YamlFileError("it is nested too deep") from None
+        raise YamlFileError("its maps and lists are nested too deeply") from None
     except (ValueError, LookupError, AttributeError) as exc:  # for example a date with month 13
         raise YamlFileError(f"a value in it cannot be read: {exc}") from exc

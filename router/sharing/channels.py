@@ -109,7 +109,10 @@ def unpack(data: bytes) -> Any:
 
 
 def send_connection(channel: socket.socket, connection: socket.socket) -> bool:
-    """Pass ``connection`` to the other process; return False if it accepts none now. The caller closes its own copy."""
+    """Pass ``connection`` to the other process. Return False if that process accepts no connection now.
+
+    The caller closes its own copy of ``connection``.
+    """
     try:
         socket.send_fds(channel, [b"c"], [connection.fileno()])
     except OSError:

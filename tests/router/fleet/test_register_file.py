@@ -92,7 +92,7 @@ def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
         ("instances: [", "is not YAML"),
         ("instances:\n- {role: mixed, host_ip: a, port: 1, port: 2}", "line 2: 'port' is given twice"),
         ("instances: [{role: mixed, host_ip: a, port: %s}]" % ("1" * 5000), "a whole number of 5000 digits"),
-        ("instances: " + "[" * 10_000, "it is nested too deep"),
+        ("instances: " + "[" * 10_000, "its maps and lists are nested too deeply"),
         (
             "instances: [{role: mixed, host_ip: a, port: 1, version: !!binary AAAA}]",
             "the field 'version' cannot",

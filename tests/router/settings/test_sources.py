@@ -433,7 +433,7 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
         ("server: {port: %s}" % ("1" * 5000), "line 1 has a whole number of 5000 digits"),
         ("server: {request-timeout-secs: %s}" % ("1" * 400), "line 1 has a whole number of 400 digits"),
         ("server: {port: 0x%s}" % ("f" * 5000), "line 1 has a whole number of 5002 digits"),
-        ("[" * 10_000, "it is nested too deep"),
+        ("[" * 10_000, "its maps and lists are nested too deeply"),
         ("server: {port: 2026-13-01}", "a value in it cannot be read: month must be in 1..12"),
         ("server: {port: !!bool x}", "a value in it cannot be read"),
     ],

@@ -23,7 +23,7 @@ def test_a_document_is_read(tmp_path: Path, text: str, document: object) -> None
         (b"a: " + b"1" * 21, "line 1 has a whole number of 21 digits; at most 20 are allowed"),
         (b"a: [", "it is not YAML"),
         (b"\xff", "it is not YAML"),
-        (b"[" * 10_000, "it is nested too deep"),
+        (b"[" * 10_000, "its maps and lists are nested too deeply"),
         (b"a: 2026-13-01", "a value in it cannot be read: month must be in 1..12"),
     ],
 )
