@@ -227,7 +227,7 @@ class GatewayRequest(ClientRequest):
             self._held = status, headers, []
 
     def write_piece(self, data: bytes) -> None:
-        """Send ``data`` to the gateway as a piece of the response's body, not the last one."""
+        """Send ``data`` to the gateway as a piece of the response's body, but not the last piece."""
         self._send_body(data, is_end=False)
 
     def finish_response(self, data: bytes) -> None:

@@ -12,9 +12,9 @@ An instance becomes unhealthy immediately if it refuses a connection. Other fail
 accepted in time, make it unhealthy only if they repeat, and do not mean that its process has ended.
 
 The router selects only instances that are healthy, not draining (by an operator command) and not paused (by an operator
-command, or because the instance reports it). It selects an instance with an open circuit breaker only if there is no
-other. An unhealthy instance that becomes healthy again is assumed to have restarted, unless it was only out of reach:
-its cache is assumed to be empty, and its share of the requests increases gradually.
+command, or because the instance reports it). It selects an instance with an open circuit breaker only if no other
+instance is left. An unhealthy instance that becomes healthy again is assumed to have restarted, unless it was only out
+of reach: its cache is assumed to be empty, and its share of the requests increases gradually.
 
 A drain lasts until the operator ends it. If the operator requested this, it also ends when another process uses the
 instance's address. There are two signs of another process. Either a registration names a different process
@@ -80,7 +80,7 @@ class FleetEvents:
         self.arrivals = Signal[[Instance]]()
         """Event: an instance was added, or has changed whether it separates caches by ``cache_salt``."""
         self.changes = Signal[[]]()
-        """Event: the generation has increased."""
+        """Event: ``generation`` has increased."""
         self.failures = Signal[[Instance]]()
         """Event: the probes of an instance fail repeatedly; emitted at each further failed probe, too."""
         self.logged = Signal[[Instance]]()

@@ -27,7 +27,7 @@ __all__ = [
 _HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
 
 ENDPOINT = re.compile(r"tcp://(\[[\w:.%]+\]|[A-Za-z0-9][\w.-]*):\d{1,5}|ipc://.{1,100}", re.ASCII)
-"""Pattern of a ZeroMQ endpoint to which a process on another machine, or on this one, can connect."""
+"""Pattern of a ZeroMQ endpoint to which a process on this or another machine can connect."""
 
 _PROTOCOLS = ("ipc", "rdma", "tcp")
 # The default of SGLang's flag --disaggregation-bootstrap-port.

@@ -18,7 +18,7 @@ _FIRST_CHUNKS = 4
 
 
 class ConsistentHash(PolicyBase):
-    """Rendezvous hashing with bounded loads: each key has its own order of the instances, and uses the first one.
+    """Rendezvous hashing with bounded loads: each key has its own order of the instances, and uses the first instance.
 
     If an instance is removed, only its own keys move. A new instance gets only the keys that have it first in their
     order. If a request has no key, the beginning of its prompt is its key. If its prompt is too short for that, the

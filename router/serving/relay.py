@@ -379,7 +379,7 @@ def _split_whole_events(data: bytes, seen: int = 0) -> tuple[bytes, bytes]:
     """Split server-sent events after the last complete event.
 
     Args:
-        data: events; the last one may be incomplete.
+        data: events; the last event may be incomplete.
         seen: number of bytes at the beginning that are known to contain no complete event.
     """
     if data.endswith(_EVENT_ENDS):

@@ -152,7 +152,7 @@ class RetryLoop:
     async def send_after(
         self, cause: LegFailed | NotReady, parsed: ParsedRequest, owner: AttemptOwner
     ) -> LegFailed | None:
-        """Send the next attempt, after the last one has failed or a pair was not ready.
+        """Send the next attempt, after the last attempt has failed or a pair was not ready.
 
         Returns:
             The failure that ends the request; None if an attempt was sent.

@@ -381,7 +381,7 @@ class _Group:
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.candidates: list[InstanceLoad] = [instance.load for instance in instances]
         self.by_key: dict[str, Instance] = {instance.key: instance for instance in instances}
-        """The instances by key. It may also contain instances that are not candidates any more."""
+        """Instances by their keys. Some of them may not be candidates any more."""
         self.places = {instance.key: place for place, instance in enumerate(instances)}
         """The position of each instance in ``candidates``, before instances were removed."""
 

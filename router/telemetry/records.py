@@ -144,7 +144,7 @@ class RunningRequest(NamedTuple):
     started: float
     """The same time as ``started_unix``, as a value of ``time.perf_counter``."""
     attempt: int
-    """Index of the present attempt, from 1 on; 0 before the first one."""
+    """Index of the present attempt, from 1 on; 0 before the first attempt."""
     sent_at: float
     """Time at which the present attempt was sent to its instances, a value of ``time.perf_counter``; 0 before."""
     instances: Sequence[str]

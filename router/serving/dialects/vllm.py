@@ -170,7 +170,7 @@ def _encode_params(params: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _require_one_sequence(parsed: ParsedRequest) -> None:
-    """Raise ``NotAsPair`` for several sequences: vLLM 0.32 transfers only the first one, and decode fails."""
+    """Raise ``NotAsPair`` for several sequences: vLLM 0.32 transfers only the first sequence, and decode fails."""
     assert parsed.body is not None
     embedded = parsed.body.members.get("prompt_embeds")  # prompts in addition to those in ``prompt``
     embeds_several = isinstance(embedded, list) or (embedded and parsed.body.members.get("prompt"))

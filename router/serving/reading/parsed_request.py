@@ -99,7 +99,7 @@ class RequestHead:
 
 
 def read_head(request: ClientRequest, sessions: SessionHeaders, tag: str = "") -> RequestHead:
-    """Return the parsed head of a request. If the connection has stored an equal head, return that one.
+    """Return the parsed head of a request. If the connection has stored an equal head, return the stored head.
 
     Args:
         request: the client's request.

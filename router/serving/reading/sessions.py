@@ -15,7 +15,7 @@ class Session(NamedTuple):
 
     id: str
     parent: str
-    """The session that started this one, as when an agent starts another agent; ``""`` if the client names none."""
+    """The session that started this session, as when an agent starts another agent; ``""`` if none is named."""
 
 
 NO_SESSION = Session("", "")
