@@ -86,7 +86,7 @@ class FleetEvents:
         self.logged = Signal[[Instance]]()
         """Event: this process has logged a change of an instance."""
         self.lost_caches = Signal[[str]]()
-        """Event: the instance with this key has restarted or was removed, so its cache is lost."""
+        """Event: an instance has restarted or was removed, so its cache is lost. Callbacks get the instance's key."""
         self.new_models = Signal[[Instance]]()
         """Event: the models of an instance have changed."""
         self.new_orders = Signal[[]]()

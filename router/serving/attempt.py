@@ -324,10 +324,10 @@ class Attempt:
         self._report_failure(error)
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
-        """Fail the attempt or its answering leg if ``instance``, which does not respond to probes, has a leg of it.
+        """Fail the attempt or its answering leg, because ``instance`` does not respond to probes.
 
         Before the response has begun, the attempt fails. After that, the answering leg fails if it has received nothing
-        for ``silence`` seconds.
+        for ``silence`` seconds. If ``instance`` has no leg of this attempt, nothing happens.
         """
         leg = self.answering if self.answering.instance is instance else self.prefill
         if leg is None or leg.is_finished or leg.instance is not instance:
