@@ -68,7 +68,7 @@ def test_without_a_right_key_it_is_a_401_that_says_how(
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_sentence(named: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=r"/no/such/file: No such file or directory"):
+    with pytest.raises(SettingsError, match=r"/no/such/file cannot be read: No such file or directory"):
         Auth(RouterSettings(**named))
 
 

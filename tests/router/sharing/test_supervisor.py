@@ -242,7 +242,7 @@ def test_a_setting_that_a_worker_finds_wrong_is_one_sentence(tmp_path: Path) -> 
     argv = [sys.executable, "-m", "router.launch", "--port", "0", "--workers", "2", "--api-keys-file", "/no/such"]
     with child(argv, tmp_path / "router.log") as process:
         assert process.wait() == 2
-        assert process.output == "router: server.api-keys-file /no/such: No such file or directory\n"
+        assert process.output == "router: server.api-keys-file /no/such cannot be read: No such file or directory\n"
 
 
 def stream_until_told(told: asyncio.Event) -> Callable[[Received, Responder], object]:

@@ -227,7 +227,9 @@ def test_what_is_there_already_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_opened_is_one_sentence() -> None:
-    with pytest.raises(SettingsError, match=r"log.access-log /no/such/file: No such file or directory"):
+    with pytest.raises(
+        SettingsError, match=r"log.access-log is '/no/such/file', which cannot be opened: No such file or directory"
+    ):
         Audit(RouterSettings(access_log="/no/such/file"))
 
 
@@ -269,7 +271,7 @@ def test_a_line_fits_into_a_pipe_whatever_a_client_sends(tmp_path: Path) -> None
 
 def test_a_pipe_that_nobody_reads_is_one_sentence_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SettingsError, match="pipe: No such device or address"):
+    with pytest.raises(SettingsError, match="pipe', which cannot be opened: No such device or address"):
         Audit(RouterSettings(access_log=str(tmp_path / "pipe")))
 
 

@@ -197,7 +197,7 @@ def test_an_event_that_makes_no_sense_leads_to_a_new_list(watching: Watching, ev
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({}, "manager.kubernetes-account .*/token: No such file"),
+        ({}, "manager.kubernetes-account .*/token cannot be read: No such file"),
         ({"kubernetes_api": "localhost:1"}, "manager.kubernetes-api is 'localhost:1'; it must be https://HOST:PORT"),
         ({"kubernetes_api": "https://h:0"}, "it must be https://HOST:PORT, with no path"),
     ],
