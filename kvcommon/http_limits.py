@@ -16,7 +16,7 @@ HEAD_BYTES = 64 * 1024
 """Limit for the head of a request, and for other parts that are not the body."""
 MAX_HEADERS = 1000
 LONGEST_URL = 0xFFFF
-"""Limit of httptools for the path and query of a URL. It reports a longer one as invalid HTTP."""
+"""Limit of httptools for the path and query of a URL. httptools reports a longer URL as invalid HTTP."""
 READ_SECONDS = 60.0
 """Maximum time before the first part of a request, and between two parts; the same as in nginx."""
 

@@ -71,7 +71,7 @@ class BlockStored(msgspec.Struct):
 
 
 class BlockRemoved(msgspec.Struct):
-    """Event: blocks were removed from ``medium``, or from the instance's own cache if this is None."""
+    """Event: blocks were removed from ``medium``, or from the instance's own cache if ``medium`` is None."""
 
     block_hashes: list[BlockHash]
     medium: str | None = None

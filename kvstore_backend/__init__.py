@@ -15,7 +15,7 @@ namespace.py   Namespace: everything that can change the bytes of blocks; only t
 manifest.py    Manifest: a small JSON object in the pool with the fields of a namespace
 manifest_keeper.py  writes the manifest on its own thread, and writes it again if the pool loses it
 backend.py     StorageBackend, the interface of stores and wrappers; Status, its three answers; Span; the errors
-threads.py     threads for which the end of the process does not wait; changes of objects after a fork
+threads.py     daemon threads, which do not delay the end of the process; changes of objects after a fork
 transfers.py   Transfers: asynchronous loads and saves, for engines that do not wait for the pool
 staging/       moves KV between a device's memory and the pool through host memory; needs torch
 resharding/    reads blocks of the same model with another tensor-parallel size or block size

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 HEADROOM_BYTES = 128
-"""Number of free bytes before each value in memory that is registered with ``headroom``. Values stay aligned."""
+"""Number of free bytes before each value in memory that is registered with ``headroom``. It keeps values aligned."""
 
 
 class KVStoreError(Exception):

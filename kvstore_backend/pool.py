@@ -116,8 +116,8 @@ class BlockPool:
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value], *, wait: bool = True) -> list[Status]:
         """Store block ``i`` from ``sources[i]``, if the pool does not have it already.
 
-        The blocks are looked up first, and only the missing blocks are sent. A block whose look-up fails is not sent,
-        and has the status ``FAILED``, because its put would wait for the same unavailable pool.
+        The blocks are looked up first, and only the missing blocks are sent. If the look-up of a block fails, the block
+        is not sent and has the status ``FAILED``, because its put would wait for the same unavailable pool.
 
         Raises:
             ValueError: the numbers of hashes and sources differ, or a source is empty or has a negative size.

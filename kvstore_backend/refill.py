@@ -56,7 +56,7 @@ class Holder(Protocol):
         """Return the hashes of up to ``most`` cached blocks that were saved to the pool, the most useful first."""
 
     def save_again(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Save those of the blocks to the pool that are still cached and that the pool lacks; wait for the save's end.
+        """Save the blocks that are still cached and that the pool lacks; wait for the end of the save.
 
         Returns:
             The number of blocks that were still cached, and how many of them the pool has now.
@@ -209,9 +209,9 @@ class Refill:
         )
 
     def _lengthen_pause(self, begun: float) -> None:
-        """Set the end of the pause before the next refill.
+        """Set the end of the pause after a refill that began at the time ``begun``.
 
-        The pause is twice as long as the last pause, or ``period`` if the last refill was long ago.
+        The pause is twice as long as the last pause, or ``period`` if the refill before was long ago.
         """
         is_calm = begun - self._not_before > _CALM_SECONDS
         self._pause = self._period if is_calm else min(_MAX_PAUSE_SECONDS, 2 * self._pause)

@@ -65,7 +65,7 @@ class DaemonThreads:
         return future
 
     def _start_another(self, future: Future[Any]) -> None:
-        """Start a thread. If that fails and no other thread runs, cancel ``future`` and raise ``RuntimeError``."""
+        """Start a thread. If no thread can be started and none runs, cancel ``future`` and raise ``RuntimeError``."""
         run = _Runner(self._work, self._idle, self._start_thread)
         try:
             threading.Thread(target=run, name=f"{self._name}-{self._started}", daemon=True).start()

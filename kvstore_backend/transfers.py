@@ -196,7 +196,7 @@ class _Transfer:
 
     Attributes:
         after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
-        set_aside: window that a late call may still use, or None if there is no late call.
+        set_aside: window (memory of a call) that a late call may still use, or None if no call is late.
         is_released: whether the owner may use the blocks as soon as the transfer has ended.
     """
 
@@ -252,8 +252,8 @@ class Transfers:
             on_end: called with the outcome.
             on_release: called when the owner may use the blocks again.
             decide: called on the loading thread with a function that reads a given number of leading blocks. ``decide``
-                returns the result of that function, or 0 to read nothing. Before, it may change the lists ``hashes``
-                and ``blocks``, to load other blocks that the owner holds. Without ``decide``, all blocks are read.
+                returns the result of that function, or 0 to read nothing. Before, ``decide`` may change the lists
+                ``hashes`` and ``blocks``, to load other blocks that the owner holds. Without ``decide``, all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)
@@ -430,7 +430,7 @@ class Transfers:
         return window
 
     def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
-        """Make ``window``, the memory of a call, available again; set it aside if the call may be late."""
+        """Make ``window``, the memory of a call, available again, or keep it unused if the call may be late."""
         if is_whole or self._pool.wait_for_late_calls(0):
             window.take_back()
         else:

@@ -44,7 +44,7 @@ REASONS = {
 """Reasons that a verdict may have, with a short description."""
 
 OTHER_TEXT = "other text"
-"""Kind of a difference between two texts for which no pattern matches. (A date, for example, has a pattern.)"""
+"""Kind of a difference between two texts that matches no pattern, such as that of a date."""
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _PATTERNS = {

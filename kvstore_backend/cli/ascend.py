@@ -43,7 +43,7 @@ def check_machine(*, needs_buffers: bool) -> Iterator[Finding]:
 
 
 def _check_build() -> Iterator[Finding]:
-    """Check whether the installed Mooncake is a build for Ascend cards, as far as its name shows."""
+    """Check by the name of Mooncake's distribution whether Mooncake was built for Ascend cards."""
     subject, wheels = "ascend build", find_wheels()
     if _WHEEL in wheels:
         yield ok(subject, f"{_WHEEL} {wheels[_WHEEL]}")

@@ -269,7 +269,7 @@ def check_ssd(settings: MooncakeSettings, environ: Mapping[str, str] | None = No
 
 
 def _find_ssd_refusal(path: Path) -> str:
-    """Return why Mooncake would refuse a folder (``FileStorageConfig::ValidatePath``); empty if it would not."""
+    """Return why Mooncake would refuse a folder (``FileStorageConfig::ValidatePath``); "" if it accepts the folder."""
     if not path.is_absolute() or ".." in path.parts:
         return "is not an absolute path without .."
     if path.is_symlink():

@@ -148,7 +148,7 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_per_model: int = 1) -> Iterator[Finding]:
-    """Report the memory for the links between a pool's cards, and how much shorter the context length becomes."""
+    """Report the memory for the links between a pool's cards, and by how many tokens the context becomes shorter."""
     findings = hccl_sizing(cards, memory_factor)
     yield from findings
     if all(finding.level != "fail" for finding in findings):

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check of ``kvstore doctor``: a subject, a sentence about its state, and a remedy (may be empty)."""
+    """Result of a check of ``kvstore doctor``: a subject, a sentence about the subject, and a remedy (may be empty)."""
 
     level: Literal["ok", "warn", "fail"]
     subject: str
@@ -43,7 +43,7 @@ def ok(subject: str, text: str) -> Finding:
 
 
 def warn(subject: str, text: str, remedy: str = "") -> Finding:
-    """Return a finding that reports a problem, but the pool can be used."""
+    """Return a finding that reports a problem that does not prevent the use of the pool."""
     return Finding("warn", subject, text, remedy)
 
 

@@ -230,7 +230,7 @@ def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
 
 
 def _namespace_of(key: str) -> str:
-    """Return the digest of the namespace in a block's key; for a key of no block, return its type in parentheses."""
+    """Return the digest of the namespace in a block's key; for other keys, return the key's type in parentheses."""
     if key.startswith(MANIFEST_PREFIX):
         return "(manifests)"
     if key.startswith(MARK_PREFIX):
@@ -336,7 +336,7 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
-    """Return the lines of the table of tenants, and a line that says whose namespaces the other tables have."""
+    """Return the lines of the table of tenants, and a line that names the tenant of the other tables."""
     heads = ("tenant", "used", "of", "", "quota", "evicted for itself", "writes without space")
     rows = [
         (

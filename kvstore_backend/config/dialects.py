@@ -1,4 +1,4 @@
-"""Reads the configuration of a pool in each dialect, and translates its names of settings.
+"""Reads the configuration of a pool in each dialect, and translates the dialect's names of settings.
 
 - FastDeploy's JSON: has the same names as ``settings.py``.
 - Mooncake's JSON, for vLLM, SGLang, LMCache and MindIE: has the names ``master_server_address`` and ``device_name``; a
@@ -6,7 +6,7 @@
 - MindIE's server configuration: its ``kvPoolConfig`` (an object, or JSON in a string) has the name of a backend, and
   the path of a file of Mooncake's JSON. If the name is empty, the pool is off.
 - A URL: ``mooncake://host:15001?protocol=tcp``, ``etcd://host:2379;host:2379?cluster_id=c`` (Mooncake's masters behind
-  etcd; ``redis://`` and ``k8s://`` the same), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
+  etcd; also ``redis://`` and ``k8s://``), ``file:///dev/shm/kvpool?size=4GiB``, ``memory:?size=1GiB``.
 
 This module only translates names. ``values.py`` checks values, and ``sources.py`` selects the source of each value.
 """

@@ -1,4 +1,4 @@
-"""Reads and sets environment variables that are not settings of a pool: of other engines and Mooncake's library."""
+"""Reads and sets environment variables of other engines and of Mooncake's library, which are no settings of a pool."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def verbose_environment() -> dict[str, str]:
 
 
 def set_native_cluster(settings: MooncakeSettings) -> None:
-    """Set the id of the cluster whose leading master Mooncake's native library looks up in etcd."""
+    """Set the id of the cluster for which Mooncake's native library looks up the leading master in etcd."""
     os.environ["MC_STORE_CLUSTER_ID"] = settings.cluster_id
 
 

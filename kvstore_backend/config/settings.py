@@ -46,7 +46,7 @@ DEFAULT_TENANT = "default"
 
 
 def _read_from(variable: str, parse: Callable[[object], object] | None = None, also: str = "") -> dict[str, object]:
-    """Return the metadata of a settings class's field.
+    """Return the metadata for a field of a settings class.
 
     Args:
         variable: the environment variable with the value.

@@ -160,7 +160,7 @@ def names_pool(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _find_kind(environ: Mapping[str, str]) -> type[StoreSettings] | None:
-    """Return the settings class of the first store for which the environment has a variable; None without any."""
+    """Return the settings class of the first store for which the environment has a variable; None if it has none."""
     for kind in STORE_SETTINGS.values():
         if any(environ.get(setting.metadata["variable"]) for setting in fields(kind)):
             return kind
@@ -213,7 +213,7 @@ def _read_named_file(source: str | Path | None, environ: Mapping[str, str]) -> P
 
 
 def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the environment sets the pool's protocol, by ``MOONCAKE_PROTOCOL`` or the file that it names."""
+    """Return whether the environment sets the pool's protocol, by ``MOONCAKE_PROTOCOL`` or in the file of the pool."""
     environ = os.environ if environ is None else environ
     path, named_by = _file_of_environment(environ)
     return bool(read_protocol(environ)) or (path is not None and "protocol" in read_file(path, named_by).values)
@@ -348,7 +348,7 @@ def _describe_unknown(names: Sequence[str], parsed: ParsedConfig) -> str:
 
 
 def _nearest_name(name: str, names: Sequence[str]) -> str:
-    """Return the setting with the most similar name, ours or Mooncake's; empty if no name is similar."""
+    """Return the most similar name of a setting, ours or Mooncake's; "" if no name is similar."""
     aliases = [alias for alias, meant in NATIVE_NAMES.items() if meant in names]
     return next(iter(difflib.get_close_matches(name, [*names, *aliases], 1)), "")
 

@@ -236,7 +236,7 @@ def default_protocol() -> str:
 
 
 def default_metadata_server() -> str:
-    """Return the default, ``P2PHANDSHAKE``; log it, because all clients of a pool must use the same value."""
+    """Return the default metadata server, ``P2PHANDSHAKE``; log it, because all clients must use the same value."""
     logger.info("metadata_server is not given: using P2PHANDSHAKE; every other client of the pool must use it too")
     return "P2PHANDSHAKE"
 

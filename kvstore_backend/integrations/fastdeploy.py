@@ -190,7 +190,7 @@ def _find_drafting(value: object) -> object:
 
 
 def _find_compilation(value: object) -> object:
-    """Return the settings of graph optimization without those of CUDA graphs, which launch the same kernels."""
+    """Return the settings of graph optimization, except those of CUDA graphs: these launch the same kernels."""
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value

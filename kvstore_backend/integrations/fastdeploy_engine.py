@@ -137,8 +137,8 @@ def _read_environ(path: Path) -> dict[str, str]:
 def find_version() -> str:
     """Return FastDeploy's version and a digest of its build, as text that differs between builds.
 
-    The digest is of the build's ``version.txt``. In a source tree without this file, it is of the files of FastDeploy's
-    cache manager.
+    The digest is of the build's ``version.txt``. In a source tree without this file, the digest is of the files of
+    FastDeploy's cache manager.
     """
     module = sys.modules.get("fastdeploy")
     if module is None or not getattr(module, "__file__", None):

@@ -1,7 +1,7 @@
 """Client of the pool with the calls and codes of Mooncake's client (``mooncake.store.MooncakeDistributedStore``).
 
-It is safer than Mooncake's client. A failed look-up returns 0, *absent*; Mooncake's client returns -900, which counts
-as true. Calls end at a deadline, bytes are checked, and keys belong to a namespace.
+This client is safer than Mooncake's client. A failed look-up returns 0, *absent*; Mooncake's client returns -900, which
+counts as true. Calls end at a deadline, bytes are checked, and keys belong to a namespace.
 
 The codes are those of Mooncake: 0 for stored, removed or done; 1 and 0 for a look-up; the number of bytes for a read;
 -704 for absent, -800 for any other failure. A key is any text. Its value is stored as the block with the hash
@@ -324,7 +324,7 @@ class PooledClient:
 
     @contextlib.contextmanager
     def _register_temporarily(self, spans: Sequence[Span]) -> Iterator[None]:
-        """For the ``with`` block, register memory of this object, because RDMA needs registered memory."""
+        """For the ``with`` block, register ``spans``, memory of this object, because RDMA needs registered memory."""
         pool = self._pool
         if pool is None:
             yield

@@ -91,7 +91,7 @@ def find_family(
     block_sizes: Iterable[int] = (),
     layout_of: Callable[[int], str] | None = None,
 ) -> ShardingFamily:
-    """Return the shardings whose blocks a reader with the namespace ``own`` can read.
+    """Return the shardings in which a reader with the namespace ``own`` can read blocks.
 
     These are the shardings with a tensor-parallel size and a block size that are multiples or divisors of those of
     ``own``.

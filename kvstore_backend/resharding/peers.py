@@ -87,7 +87,7 @@ class PeerShardings:
             names_of: returns the names of all blocks of the sequence for a given block size.
 
         Returns:
-            The run with the sharding that adds most blocks; None if no sharding adds any.
+            The run with the sharding that adds the most blocks; None if no sharding adds a block.
         """
         if not self._alive and time.monotonic() < self._look_again_at:
             return None  # the usual answer, before any block is counted

@@ -36,7 +36,7 @@ class StagedMemory:
         kv: the KV memory.
         registry: object with which all buffers are registered: the pool.
         codec: converts blocks to another form for the pool, or None to store them in the form of KV memory.
-        device: the device of the KV memory. If it is None, it is CUDA for CUDA tensors, and otherwise the stand-in.
+        device: the device of the KV memory, or None to use CUDA for CUDA tensors and the stand-in for other tensors.
         buffer_bytes: size of a buffer with headroom. A buffer has space for at least one block and at most all blocks.
         incoming_bytes: total size of the ring for loads; at least two buffers are allocated.
     """
@@ -74,7 +74,7 @@ class StagedMemory:
 
 
 class StagedGroups:
-    """KV memory of several groups of layers for ``Transfers``. A window has blocks of one group only.
+    """KV memory of several groups of layers for ``Transfers``. The memory of one call has blocks of one group only.
 
     The index of a block is ``group * num_blocks + id``.
 

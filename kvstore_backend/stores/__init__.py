@@ -6,5 +6,5 @@ mooncake_admin.py    reads a Mooncake master's HTTP interface, and lists the mas
 holdings.py          Holdings: lists, measures, pins and removes the values of a pool, for operator commands
 ssd_folder.py        the folder of Mooncake's SSD offload: delays an owner that joins again too early
 file/                FileStore: a folder that the processes of one machine share
-memory.py            MemoryStore: memory of this process, for tests and as the fast tier of two
+memory.py            MemoryStore: memory of this process, for tests and as a fast tier
 """

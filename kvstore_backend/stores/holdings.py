@@ -118,7 +118,7 @@ class MooncakeHoldings(_Values):
 
     @cached_property
     def is_listed(self) -> bool:
-        """Whether the master lists this tenant's keys. Without tenants, all keys belong to ``default``."""
+        """Whether the master lists this tenant's keys. Without tenants, all keys are listed as keys of ``default``."""
         return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
     def list_keys(self) -> list[str]:

@@ -68,7 +68,7 @@ class MooncakeStore(StorageBackend):
     With ``force``, ``remove`` frees the memory even during a read, and the reader may then get other bytes.
 
     A call of the native client after its end crashes the process. So this class counts the running calls, and ``close``
-    waits for them. Closing the native client takes one to two seconds and holds Python's lock meanwhile. Without a
+    waits for them. Closing the native client takes one to two seconds and holds Python's global lock (GIL). Without a
     master it would take about 15 s, so the native client then stays open until the process ends.
 
     ``put`` returns ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: the value may
@@ -253,7 +253,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield address and size of each value in one piece of memory, if necessary in a buffer with copies."""
+        """Yield addresses and sizes of the values. If a value has several spans, copy all values to a buffer first."""
         sizes = [sum([nbytes for _, nbytes in value]) for value in values]
         if all(len(value) == 1 for value in values):
             yield [value[0].address for value in values], sizes

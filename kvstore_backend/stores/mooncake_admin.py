@@ -172,7 +172,7 @@ def find_admin(master: str, given: str | None = None) -> MasterAdmin | None:
 
 
 def find_ended_clients(segments: Sequence[Segment], metadata_server: str) -> set[str]:
-    """Return the ids of the clients that have ended, among the clients whose segments the master lists.
+    """Return the ids of the clients that have ended, among the clients with segments in the master's list.
 
     A master lists the segments of a crashed client for ten more seconds. A client that does not answer in time may be
     behind a firewall, so it does not count as ended.
@@ -214,7 +214,7 @@ def _look_up_endpoint(name: str, metadata_server: str) -> str:
 def list_clusters_in_etcd(servers: Sequence[str]) -> dict[str, str]:
     """Return the address of the leading master of each Mooncake cluster, by cluster id.
 
-    The addresses come from the first of ``servers``, the etcd servers as ``host:port``, that answers.
+    The addresses come from the first etcd server in ``servers`` (each ``host:port``) that answers.
 
     Raises:
         httpx.HTTPError: no etcd server answers.

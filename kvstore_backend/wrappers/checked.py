@@ -210,7 +210,7 @@ class CheckedBackend(Wrapper):
 
     @contextlib.contextmanager
     def _lay_out(self, values: Sequence[Value]) -> Iterator[list[Value]]:
-        """Yield the memory of each value with memory for a header before it, valid in the ``with`` block."""
+        """Yield for each value the memory of a header and of the value; the headers exist during the ``with`` block."""
         roomy = list(self._roomy.items())
         whole: list[Value] = []
         with self._lend_headers(len(values)) as scratch:

@@ -136,7 +136,7 @@ def end_calls_at(moment: float) -> Iterator[None]:
 
 
 class _AdaptiveDeadline:
-    """Computes from the recent response times of a store by which factor its deadlines must be longer."""
+    """Computes the factor by which a store's deadlines must be longer, from the store's recent response times."""
 
     __slots__ = ("_share", "_until")
 
@@ -175,7 +175,7 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class _Region:
-    """One registration of memory by a caller. Each registration is a new object, because the pages may be new."""
+    """One registration of memory by a caller. Each is a new object, because the memory may have new pages."""
 
     nbytes: int
     headroom: bool
@@ -190,7 +190,7 @@ class GuardedBackend(StorageBackend):
 
     Attributes:
         late_calls: total number of calls that missed their deadline while they ran.
-        times_opened: how often the breaker opened after the store had been opened.
+        times_opened: number of times that the breaker opened after the store had been opened.
         raised_calls: number of calls that raised an exception, which no store may do; the first one is logged as error.
     """
 
@@ -502,7 +502,7 @@ class GuardedBackend(StorageBackend):
     def _update_registration(self, address: int, nbytes: int) -> None:
         """Register or unregister the memory at ``address`` with the store, as callers requested.
 
-        If the store does not do this, the breaker opens, and the keeper thread repeats the call.
+        If the call fails, the breaker opens, and the keeper thread repeats the call.
         """
         seconds = self.deadlines.seconds_to_register(nbytes)
         what = f"registering {nbytes} bytes"
@@ -544,7 +544,7 @@ class GuardedBackend(StorageBackend):
         return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 
     def _probe_store(self) -> str | None:
-        """Look up a key in the store; return None if the store answers, else the reason why it cannot be used."""
+        """Look up a key in the store; return why the store cannot be used, or None if it answers."""
         assert self._store is not None
         seconds = self.deadlines.lookup_seconds
         call = self._start_call(self._store, lambda store: store.exists([_PROBE_KEY]), seconds)
@@ -561,6 +561,6 @@ def _close_store(store: StorageBackend) -> None:
 
 
 def _shows_working_store(answer: Any) -> bool:
-    """Return whether an answer shows that the store works, and was not an error or ``FAILED``."""
+    """Return whether an answer of the store is neither an error nor ``FAILED``, so that the store works."""
     first = answer[0] if isinstance(answer, list) and answer else answer
     return first is not None and first is not Status.FAILED

@@ -28,7 +28,7 @@ _BEGIN = 0.25
 """Fraction of the prompts that are answered when a fault begins."""
 
 _LASTS = 2 * AT_ONCE
-"""Number of answers during a fault: as many from requests that ran before the fault as from requests sent later."""
+"""Number of answers during a fault: half of the requests ran before the fault began, the other half began later."""
 
 _EVICTED_ROUNDS = 3
 

@@ -53,7 +53,7 @@ class Instance:
         name: name of the instance, for messages.
         program: the server's program.
         port: port of the server on this machine.
-        hits_metric: metric with the number of tokens from the pool; if empty, the cached tokens in ``usage`` count.
+        hits_metric: metric with the number of tokens from the pool; if empty, ``cached_tokens`` in ``usage`` counts.
         request: members that all requests have in common.
         answer_seconds: seconds after which a request without an answer counts as failed.
     """
@@ -115,7 +115,7 @@ class Instance:
             return list(threads.map(ask_one, prompts))
 
     def ask_and_leave(self, prompts: Sequence[str], seconds: Sequence[float]) -> None:
-        """Send each prompt, and close its connection after the time in ``seconds`` at the same index."""
+        """Send prompt ``i``, and close its connection after ``seconds[i]`` seconds, for each prompt."""
 
         def ask_one(prompt: str, patience: float) -> None:
             body = {**self._request, "prompt": prompt, "temperature": 0}
@@ -172,8 +172,8 @@ def make_two_histories(seed: int, words: int) -> tuple[list[str], list[str]]:
     """Return two prompts for one instance to save, and two prompts for the other instance to answer.
 
     The prompts to save are ``A C`` and ``B D``; those to ask are ``A D`` and ``B C``. ``A`` and ``B`` have the same
-    words in another order, and their first word and last third are equal. So all have equally many tokens, and all
-    blocks of the prompts to ask are at the same place in one of the prompts to save, but some after other tokens.
+    words in another order, and their first word and last third are equal. So all prompts have the same number of
+    tokens, and each block of the prompts to ask is at the same place in a prompt to save, but some after other tokens.
     """
     chance = random.Random(seed)
     first, *middle = chance.choices(_WORDS, k=words // 3)

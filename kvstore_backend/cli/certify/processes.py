@@ -169,7 +169,7 @@ def is_listening(port: int) -> bool:
 
 
 def find_free_ports(count: int) -> list[int]:
-    """Return ``count`` ports on which nothing listens. Linux does not use them for outgoing connections."""
+    """Return ``count`` ports on which nothing listens. Linux does not use these ports for outgoing connections."""
     with contextlib.ExitStack() as bound:
         ports: list[int] = []
         for port in random.sample(range(20000, 32000), 4000):

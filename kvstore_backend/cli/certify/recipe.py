@@ -153,7 +153,7 @@ def read_recipe(path: Path, variables: Mapping[str, str], folder: Path, ports: S
         path: the file.
         variables: values that replace those of variables in the recipe.
         folder: folder for files and logs.
-        ports: free ports, at least as many as the recipe names.
+        ports: free ports, at least one for each name in the recipe's ``ports``.
 
     Raises:
         ConfigError: the file cannot be read or used; the message names the file and the member.
@@ -267,7 +267,7 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def _check_members(where: str, members: Any, kind: type, *more: str, required: Sequence[str] = ()) -> None:
-    """Check that ``members`` is a mapping whose names are fields of the dataclass ``kind``, or in ``more``."""
+    """Check that ``members`` is a mapping, and each name in it a field of the dataclass ``kind`` or one of ``more``."""
     names = [*(each.name for each in fields(kind)), *more]
     if not isinstance(members, dict):
         raise ConfigError(

@@ -59,8 +59,8 @@ def open_holdings(arguments: argparse.Namespace) -> Iterator[Holdings]:
     The log of this package is silent in the block, because the command's own messages report errors.
 
     Raises:
-        ConfigError: the configuration cannot be used or has no pool, the pool has no tenants, or only the process that
-            owns the pool can list its blocks.
+        ConfigError: the configuration cannot be used or has no pool, the arguments have a tenant but the pool has no
+            tenants, or only the process that owns the pool can list its blocks.
         PoolUnavailable: the pool does not answer.
     """
     logger = logging.getLogger("kvstore_backend")

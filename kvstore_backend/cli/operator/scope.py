@@ -269,7 +269,7 @@ class NamespaceEntry:
     manifest: Manifest | None = None
 
     def measure(self, holdings: Holdings) -> int | None:
-        """Estimate the bytes of all blocks, with headers, from the first blocks; None if the pool has lost these."""
+        """Estimate the bytes of all blocks, with headers, from the first blocks; None if the pool lost those."""
         found = [size for size in holdings.find_sizes(self.keys[:_SAMPLE]) if size is not None]
         if not self.keys:
             return 0

@@ -72,7 +72,10 @@ class LoadedAdapters:
         manager._load_adapter = watched
 
     def is_unchanged(self, adapter: Adapter) -> bool:
-        """Return whether vLLM has read an adapter's present files; if not, its requests never use the pool again."""
+        """Return whether an adapter's files have not changed since vLLM read them.
+
+        If they have changed, requests with the adapter never use the pool again.
+        """
         with self._lock:
             marks = self._marks.get(adapter)
         if marks is not None and _read_marks(adapter[1]) == marks:
@@ -165,7 +168,7 @@ class KnownAdapters:
 
 
 def _read_marks(path: str) -> _Marks | None:
-    """Return name and ``_STAT_FIELDS`` of each file in a folder: they show a change. Return None without a folder."""
+    """Return name and ``_STAT_FIELDS`` of each file in a folder, to detect a change; None without a folder."""
     try:
         files = [(file.name, file.stat()) for file in sorted(Path(path).expanduser().iterdir()) if file.is_file()]
     except OSError:

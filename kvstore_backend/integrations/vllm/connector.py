@@ -300,7 +300,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         vLLM calls four methods at the end of a step. This method is the first one, and collects the outcomes for all
         four. vLLM reads the counts after this call, and possibly no further step follows, so the counts must include
-        all transfers that are reported in this step. vLLM has queued the forward pass before.
+        all transfers that are reported in this step. The forward pass was queued before this call.
         """
         if self._saves_unasked:
             self.wait_for_save()

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     counted: str = ""
     """Fields that are part of the namespace."""
     nested: str = ""
-    """Fields that are classes with their own entry."""
+    """Fields that have a class as value; the class has an entry of its own in ``FIELDS``."""
     left_out: Mapping[str, str] = {}
     """Reason -> fields that are not part of the namespace for this reason."""
 

@@ -106,7 +106,7 @@ class KVMemory:
         return [Span(*each) for each in {storage.data_ptr(): storage.nbytes() for storage in storages}.items()]
 
     def merge_layers(self) -> tuple[Any, ...]:
-        """Return one tensor ``[kernel block, layer, ...]`` for all layers, or the tensors if they cannot be merged.
+        """Return one tensor ``[kernel block, layer, ...]`` for all layers, or one per layer if they cannot be merged.
 
         With one tensor, the copy of a block takes one operation. The tensors can be merged if they are in one
         allocation at equal distances, and each layer's part of a block is before the next layer's part, so that the

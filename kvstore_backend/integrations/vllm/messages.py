@@ -51,7 +51,7 @@ class Plan:
     Attributes:
         loads: loads that the worker begins in this step.
         saves: saves that the worker begins after the step's forward pass.
-        awaited: numbers of saves, begun in this step or earlier, that must end before the step's tokens are returned.
+        awaited: ids of saves, begun in this step or earlier, that must end before the step's tokens are returned.
         num_tokens: number of tokens that this step computes, if some of them are tokens of prompts; otherwise 0.
     """
 

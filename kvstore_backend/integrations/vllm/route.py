@@ -57,7 +57,7 @@ def choose_route(named: Route | None, memory: KVMemory | GroupedMemory, config: 
 
 
 def open_route(route: Route, memory: KVMemory | GroupedMemory, pool: BlockPool) -> TransferMemory:
-    """Return the object through which transfers on ``route`` reach KV memory; register its memory with the pool."""
+    """Return the object with which transfers on ``route`` reach KV memory; register memory for the pool's calls."""
     if route == "staged":
         if isinstance(memory, GroupedMemory):
             from kvstore_backend.staging import StagedGroups

@@ -265,7 +265,7 @@ class SchedulerHalf:
         self._watch_for_losses()
 
     def bind_blocks(self, blocks: Blocks) -> None:
-        """Set vLLM's block pool, whose reference counts pin blocks, and wrap its method ``reset_prefix_cache``.
+        """Set vLLM's block pool, in which reference counts pin blocks, and wrap its method ``reset_prefix_cache``.
 
         vLLM resets its cache only if no block has references, but saves to a slow pool hold references for a long time.
         So the wrapper releases the references of all transfers, resets the cache, and takes the references again.
@@ -392,8 +392,8 @@ class SchedulerHalf:
         """Give all later blocks new names, so that no block from before a change of the weights is used.
 
         Until its next start, this instance shares no blocks with other instances, because their weights may not have
-        changed. Requests that already have blocks save none of them. If vLLM's own cache was not reset, vLLM may still
-        use older blocks of this cache: then nothing is loaded or saved until both resets succeed.
+        changed. Requests that already have blocks save none of them. If vLLM could not reset its own cache, it may
+        still use older blocks of this cache: then nothing is loaded or saved until a later reset succeeds.
 
         Returns:
             Whether vLLM's own cache has no older blocks.
@@ -450,7 +450,7 @@ class SchedulerHalf:
         leaving.join(2.0)
 
     def _reset_cache(self, reset: Callable[[], bool]) -> bool:
-        """Reset vLLM's own cache although transfers pin blocks, which stay pinned; return whether it was reset."""
+        """Reset vLLM's own cache, and keep the blocks of transfers pinned; return whether the cache was reset."""
         assert self._blocks is not None
         held = [self._find_blocks(pin.blocks) for pin in self._pins.values()]
         for blocks in held:
@@ -570,7 +570,10 @@ class SchedulerHalf:
         return _Found(run.count if run else count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Look up the blocks after the first ``count`` in other shardings, too; None if these have no further block."""
+        """Look up the blocks after the first ``count`` in other shardings, too.
+
+        Return the blocks of both shardings, or None if the other shardings have no further block.
+        """
         if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None
         by_rank = [pool.exists(wanted[count:]) for pool in self._pools]

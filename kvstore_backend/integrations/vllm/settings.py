@@ -102,7 +102,7 @@ def _describe_generation(model: Any) -> dict[str, object]:
 
 
 def _describe_draft(drafts: Any, model: Any, download_dir: str | None) -> str | None:
-    """Return the fingerprint of the draft model; None if there is none, or if drafts use the model's own weights."""
+    """Return the fingerprint of the draft model; None without a draft model, or if it uses the model's own weights."""
     draft = drafts.draft_model_config
     if draft is None or draft.model == model.model:
         return None

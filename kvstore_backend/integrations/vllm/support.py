@@ -179,7 +179,7 @@ def _require_causal(vllm_config: Any, spec: Any) -> None:
 
 
 def require_recompute(transfer: Any) -> None:
-    """Change vLLM's ``kv_load_failure_policy`` to "recompute" if it is another one, and log the change."""
+    """Change vLLM's ``kv_load_failure_policy`` to "recompute" if it has another value, and log the change."""
     if transfer.kv_load_failure_policy != "recompute":
         logger.info(
             'kv_load_failure_policy is %r, which fails a request if a block was evicted; using "recompute" instead',
@@ -189,7 +189,7 @@ def require_recompute(transfer: Any) -> None:
 
 
 def warn_of_few_states(kv_cache_config: Any, groups: Sequence[Group]) -> None:
-    """Log a warning if vLLM keeps recurrent states only at the ends of prompts, which is its default."""
+    """Log a warning if vLLM keeps recurrent states only at the ends of prompts, as it does by default."""
     if kv_cache_config.prefix_cache_retention_interval == 0 and any(group.kind == "state" for group in groups):
         logger.warning(
             "vLLM keeps few of this model's recurrent states, so a prompt that shares only its beginning with another "

@@ -85,7 +85,7 @@ class Accounts(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Open file for a value that is being written. The file has already the size of the value."""
+    """Open file for a value that is being written. The file already has the size of the value."""
 
     path: str
     file: int
@@ -314,7 +314,7 @@ class Ledger:
 
 
 def _sample_blocks(folders: list[os.DirEntry[str]]) -> list[Block]:
-    """Return the values of the last folders of the list, at least ``SAMPLE_SIZE``, and remove these folders from it."""
+    """Remove the last folders from the list; return their values, at least ``SAMPLE_SIZE`` if there are as many."""
     now = time.time_ns()  # a last use in the future (the clock was set back) counts as the oldest
     sample: list[Block] = []
     while folders and len(sample) < SAMPLE_SIZE:

@@ -39,7 +39,7 @@ _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 class FileStore(StorageBackend):
-    """Store that has values as files in a folder, which several processes share; evicts the least recently used.
+    """Store with values as files in a folder, which several processes share; evicts the least recently used values.
 
     With more than ``SAMPLE_SIZE`` values, an eviction takes the least recently used values of a random sample. A folder
     is refused if it belongs to another user than this process's user or root, or if other users may write to it.
