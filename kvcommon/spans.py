@@ -63,7 +63,7 @@ class LoggingExporter:
         result = self._exporter.export(spans)
         if not result.value:
             if self._lost:
-                self._log.info("%s accepts spans again; %d were lost", self._receiver, self._lost)
+                self._log.info("%s accepts spans again; %d spans were lost", self._receiver, self._lost)
             self._lost = 0
         elif not self._is_over:
             if not self._lost:

@@ -253,7 +253,8 @@ class Transfers:
             on_release: called when the owner may use the blocks again.
             decide: called on the loading thread with a function that reads a given number of leading blocks. ``decide``
                 returns the result of that function, or 0 to read nothing. Before, ``decide`` may change the lists
-                ``hashes`` and ``blocks``, to load other blocks that the owner holds. Without ``decide``, all blocks are read.
+                ``hashes`` and ``blocks``, to load other blocks that the owner holds. Without ``decide``, all blocks are
+                read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)

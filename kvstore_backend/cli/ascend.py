@@ -70,7 +70,7 @@ def _check_libraries() -> Iterator[Finding]:
     subject, folders = "LD_LIBRARY_PATH", library_folders()
     missing = [name for name in LIBRARIES if not any((folder / name).is_file() for folder in folders)]
     if not missing:
-        yield ok(subject, f"its folders contain {', '.join(LIBRARIES)}")
+        yield ok(subject, f"the folders in this variable contain {', '.join(LIBRARIES)}")
         return
     spec = importlib.util.find_spec("mooncake")
     package = Path((spec.submodule_search_locations or [""])[0]) if spec else None
@@ -81,7 +81,9 @@ def _check_libraries() -> Iterator[Finding]:
             f"copy them from Mooncake's build folder to {package or 'the folder of its Python package'}, and add that "
             "folder to LD_LIBRARY_PATH"
         )
-    yield fail(subject, f"no folder in it contains {', '.join(missing)}", f"{remedy}, before the server is started")
+    yield fail(
+        subject, f"no folder in this variable contains {', '.join(missing)}", f"{remedy}, before the server is started"
+    )
 
 
 def _check_network() -> Iterator[Finding]:
@@ -105,9 +107,9 @@ def _check_buffers(needs_buffers: bool) -> Iterator[Finding]:
     remedy = "export ASCEND_BUFFER_POOL=4:8 in the environment of the server"
     match = _BUFFERS.fullmatch(value)
     if value and match is None:
-        yield fail(subject, f"it is {value!r}; it must be NUMBER:MEGABYTES of buffers, such as 4:8", remedy)
+        yield fail(subject, f"the variable is {value!r}; it must be NUMBER:MEGABYTES of buffers, such as 4:8", remedy)
     elif match is None or "0" in match.groups():
-        text = f"it is {value or 'not set'}, so transfers have no buffers"
+        text = f"the variable is {value or 'not set'}, so transfers have no buffers"
         if needs_buffers:
             yield fail(subject, f"{text}, as MindIE's guide requires", remedy)
         else:

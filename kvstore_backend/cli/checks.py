@@ -194,7 +194,7 @@ def check_protocol(settings: MooncakeSettings) -> Iterator[Finding]:
 def check_hostname(settings: MooncakeSettings) -> Iterator[Finding]:
     """Check whether ``local_hostname`` is a name by which other machines can reach this machine."""
     name, subject = settings.local_hostname, "local_hostname"
-    remedy = "leave local_hostname out, or give an address of this machine that the others reach"
+    remedy = "leave local_hostname out, or give an address of this machine that other machines reach"
     if not name and settings.ha_backend == "k8s":
         text = "not given, and with masters behind k8s:// this machine's address cannot be found automatically"
         yield fail(subject, text, "set MOONCAKE_LOCAL_HOSTNAME to this machine's address")
@@ -493,7 +493,8 @@ def check_capacity(
             others, used = sum(each.capacity for each in segments), sum(each.used for each in segments)
     total = own + others
     text = (
-        f"each process like this one gives {format_bytes(own)}, and those that have joined give {format_bytes(others)}"
+        f"each process with this configuration gives {format_bytes(own)}, and the processes that have joined give "
+        f"{format_bytes(others)}"
     )
     if isinstance(settings, FileSettings):
         text = f"{format_bytes(own)} for all processes of this machine"

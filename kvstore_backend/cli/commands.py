@@ -111,7 +111,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         flags = [flag for flag in list_flags(added[arguments.command]) if flag.startswith("--")]
         word = unknown[0].partition("=")[0]
         hint = suggest_name(word, flags) if word.startswith("-") else "; give only one CONFIG"
-        added[arguments.command].error(f"{word!r} is not known{hint}")
+        added[arguments.command].error(f"argument {word!r} is not known{hint}")
     return arguments
 
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", help="URL of the pool, or a configuration file of any engine; default: the environment"
     )
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint whose KV the pool will store")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint with the KV that the pool will store")
     parser.add_argument(
         "--instance",
         metavar="URL",
@@ -122,7 +122,7 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield fail("configuration", str(exc))
         return
     if config is None:
-        yield fail("configuration", "it turns the pool off", 'set "backend": "mooncake" in kvPoolConfig')
+        yield fail("configuration", "the configuration turns the pool off", 'set "backend": "mooncake" in kvPoolConfig')
         return
     yield ok("configuration", _describe_config(config))
     if overridden := describe_override(arguments.config, environ=environ):
@@ -379,7 +379,7 @@ def _round_trip(store: StorageBackend, on_step: Callable[[str], None]) -> Findin
                 "trial",
                 f"a block of {_BLOCK_BYTES >> 10} KiB could not be put",
                 "all blocks in the pool are in use, no client gives it memory, or the master lists a dead client; "
-                "kvstore stats shows which of these",
+                "kvstore stats shows which of these is true",
             )
         on_step("exists")
         found = store.exists([key])[0]

@@ -307,7 +307,9 @@ def _check_values(arguments: argparse.Namespace) -> None:
     if not _LEASE.fullmatch(arguments.lease):
         raise ConfigError(f"--lease is {arguments.lease!r}; it must be a whole number of ms, s, m or h, such as 10s")
     if arguments.oplog and not _find_coordinator(arguments).startswith("etcd://"):
-        raise ConfigError("--oplog needs --etcd, which stores the log; with a single master use --snapshot-dir")
+        raise ConfigError(
+            "--oplog needs --etcd, which stores the operation log; with a single master use --snapshot-dir"
+        )
     if arguments.snapshot_dir and _find_coordinator(arguments):
         raise ConfigError(
             "--snapshot-dir has no effect with --etcd or --ha_backend_connstring: the next leader does not read "

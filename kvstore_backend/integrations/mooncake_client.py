@@ -139,7 +139,7 @@ class PooledClient:
         registry, facts = CollectorRegistry(), self.facts()
         self._pool = open_pool(config, namespace, registry, background=False, facts=facts)
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
-        logger.info("Joined the pool of %s as %s", master_server_addr, namespace)
+        logger.info("Joined the pool of the master %s with the namespace %s", master_server_addr, namespace)
         return _DONE
 
     def close(self) -> int:

@@ -166,7 +166,9 @@ class MooncakeStore(StorageBackend):
         for size in sizes:
             if size is None or (size <= 0 and size != _NOT_FOUND):
                 address = self._settings.master_server_addr
-                raise PoolUnavailable(f"the Mooncake master at {address} returned {size} as the size of a block")
+                raise PoolUnavailable(
+                    f"the Mooncake master at {address} returned {size}, not a valid size, for a block"
+                )
         return [None if size == _NOT_FOUND else size for size in sizes]
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:

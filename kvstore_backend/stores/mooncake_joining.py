@@ -197,7 +197,7 @@ def _check_servers(settings: MooncakeSettings) -> None:
         )
     if settings.metadata_server.startswith("http"):
         url = urlsplit(settings.metadata_server)
-        remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere"
+        remedy = "start mooncake_master with --enable_http_metadata_server=true, or use P2PHANDSHAKE in every client"
         address = f"{url.hostname}:{url.port or 80}"
         _open_connection(address, "Mooncake metadata server", remedy).close()
         if send_http_probe(address) is None:

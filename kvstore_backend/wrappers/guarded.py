@@ -459,7 +459,7 @@ class GuardedBackend(StorageBackend):
         with self._changed:
             if not self._is_closed:
                 if not trouble and self._num_late:
-                    trouble = "a call has not returned yet"
+                    trouble = "a call to the store has not returned yet"
                 if not trouble and self._list_outdated():
                     trouble = "not all memory is registered with the store yet"
                 self._trouble = trouble

@@ -156,7 +156,7 @@ def measure_isolation(
     if not has_salts and low <= 0.5 <= high:
         problems.append("the attacker learns nothing without salts either, so the measurement with salts shows nothing")
     if has_salts and not low <= 0.5 <= high:
-        problems.append("times to first token tell which prompts were sent before, although each API key has a salt")
+        problems.append("times to first token show which prompts were sent before, although each API key has a salt")
     if has_salts and cached_tokens:
         problems.append(f"{cached_tokens} prompt tokens of the attacker came from the victim's cache")
     case = "each has a salt" if has_salts else "no salts"

@@ -241,7 +241,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         namespace = build_namespace(self._vllm_config, self._kv_cache_config, self._groups, memory, kv_caches)
         if not is_summed:  # blocks without checksums have another namespace, because other clients cannot check them
             namespace = replace(namespace, layout=f"{namespace.layout} unverified")
-        logger.info("KV blocks of this worker: %s, namespace %s", namespace, namespace.digest)
+        logger.info("This worker's KV blocks have the namespace %s with the digest %s", namespace, namespace.digest)
         logger.info("The KV blocks are on %s; their route to the pool is %s", memory.tensors[0].device, route)
         # Blocks of another sharding are gathered by the host, which must be able to read and write the memory.
         family = None

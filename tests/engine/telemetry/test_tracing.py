@@ -220,5 +220,5 @@ def test_a_receiver_that_takes_nothing_is_told_of_once(
     wait_until(lambda: "does not accept spans" in caplog.text, "the warning")
     receiver.answer = lambda: 200
     send()
-    wait_until(lambda: "accepts spans again; 1 were lost" in caplog.text, "the good news")
+    wait_until(lambda: "accepts spans again; 1 spans were lost" in caplog.text, "the good news")
     assert len(caplog.records) == 2

@@ -38,7 +38,7 @@ def test_a_library_that_the_loader_does_not_find_is_named(ascend_machine: Ascend
     (ascend_machine.libraries / "libmooncake_store.so").unlink()
     finding = found("LD_LIBRARY_PATH")
     assert finding.level == "fail"
-    assert finding.text == "no folder in it contains libmooncake_store.so"
+    assert finding.text == "no folder in this variable contains libmooncake_store.so"
 
 
 def test_libraries_beside_the_package_are_named_with_the_line_to_write(

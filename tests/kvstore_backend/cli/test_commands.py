@@ -313,7 +313,7 @@ def test_the_masters_operation_log_goes_to_etcd(flag: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--oplog", "--oplog needs --etcd, which stores the log; with a single master use --snapshot-dir"),
+        ("--oplog", "--oplog needs --etcd, which stores the operation log; with a single master use --snapshot-dir"),
         ("--snapshot-dir /tmp/x --etcd h1:2379", "--snapshot-dir has no effect with --etcd"),
         ("--snapshot-dir /tmp/x --ha_backend_connstring h1:2379", "--snapshot-dir has no effect with --etcd"),
         ("--snapshot-dir /tmp/x --snapshot-interval 0", "--snapshot-interval is 0; it must be at least one second"),
@@ -340,8 +340,8 @@ def test_a_command_that_is_not_known_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["bench", "--bloks", "3"], "'--bloks' is not known; did you mean --blocks?"),
-        (["stats", "memory:", "memory:"], "'memory:' is not known; give only one CONFIG"),
+        (["bench", "--bloks", "3"], "argument '--bloks' is not known; did you mean --blocks?"),
+        (["stats", "memory:", "memory:"], "argument 'memory:' is not known; give only one CONFIG"),
     ],
 )
 def test_a_flag_that_is_not_known_is_refused_with_the_nearest(arguments: list[str], sentence: str) -> None:

@@ -179,7 +179,7 @@ def test_11_a_segment_too_small_for_one_prompt(tmp_path: Path, model: Path) -> N
     (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 800}))
     with mooncake_master(tmp_path / "log") as master:
         diagnosis = doctor(url(master), "--model", model)
-    cause = "each process like this one gives 64 MiB, and those that have joined give 0 bytes; 1000 tokens"
+    cause = "each process with this configuration gives 64 MiB, and the processes that have joined give 0 bytes"
     told(diagnosis, "capacity", cause, "raise global_segment_size to at least 781.2 MiB")
 
 
@@ -283,7 +283,12 @@ def _usable(diagnosis: Diagnosis) -> Diagnosis | None:
 def test_18_mindies_configuration_with_the_pool_off(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"BackendConfig": {"kvPoolConfig": {"backend": "", "configPath": ""}}}')
-    told(doctor(path), "configuration", "it turns the pool off", 'set "backend": "mooncake" in kvPoolConfig')
+    told(
+        doctor(path),
+        "configuration",
+        "the configuration turns the pool off",
+        'set "backend": "mooncake" in kvPoolConfig',
+    )
 
 
 def test_19_a_local_hostname_that_is_another_machines(mooncake_master: MooncakeMaster) -> None:

@@ -235,7 +235,7 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
         pytest.param(
             lambda s: s.machine.set_variable("ASCEND_BUFFER_POOL", ""),
             "ASCEND_BUFFER_POOL",
-            "it is not set",
+            "the variable is not set",
             "export ASCEND_BUFFER_POOL=4:8",
             id="10 no buffers",
         ),

@@ -206,7 +206,7 @@ class TestOpening:
         address = f"127.0.0.1:{free_port()}"
         assert opening(mooncake_master.config(metadata_server=f"http://{address}/metadata")) == (
             f"no Mooncake metadata server answers at {address} (Connection refused): start mooncake_master with "
-            "--enable_http_metadata_server=true, or use P2PHANDSHAKE everywhere, or correct the address"
+            "--enable_http_metadata_server=true, or use P2PHANDSHAKE in every client, or correct the address"
         )
 
     def test_something_else_at_the_masters_address_is_said(self, mooncake_master: MooncakeMaster) -> None:

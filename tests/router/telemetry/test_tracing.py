@@ -281,7 +281,7 @@ def test_it_says_when_the_receiver_takes_spans_again(
     wait_until(lambda: "does not accept spans" in caplog.text, "the warning")
     receiver.answer = lambda: 200
     chat(router)
-    wait_until(lambda: "accepts spans again; 3 were lost" in caplog.text, "the good news")
+    wait_until(lambda: "accepts spans again; 3 spans were lost" in caplog.text, "the good news")
 
 
 def test_without_the_packages_one_sentence_says_what_to_install(
