@@ -242,7 +242,8 @@ def open_sender(make: Callable[[str], _Sender], receiver: str, log: logging.Logg
 def measure_epoch(clock: Callable[[], float]) -> float:
     """Return the time at which ``clock`` was 0, in seconds since 1970.
 
-    Reads both clocks three times and uses the fastest try, because the thread may be suspended between two reads.
+    Reads ``clock`` and the system's time three times and uses the fastest try, because the thread may be suspended
+    between two reads.
     """
     readings = [(clock(), time.time(), clock()) for _ in range(3)]
     before, now, after = min(readings, key=lambda reading: reading[2] - reading[0])

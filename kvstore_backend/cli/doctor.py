@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", help="URL of the pool, or a configuration file of any engine; default: the environment"
     )
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="checkpoint with the KV that the pool will store")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="folder of the model's checkpoint")
     parser.add_argument(
         "--instance",
         metavar="URL",

@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_when_ready(lines: Sequence[str], host: str, port: int) -> None:
-    """Start a process that prints ``lines`` again after the master has logged its start, and then ends."""
+    """Start a process that waits until the master has logged its start, prints ``lines`` again, and ends."""
     if os.fork():
         os.wait()  # the first child ends immediately, and init waits for the second one
         return

@@ -324,7 +324,7 @@ class PooledClient:
 
     @contextlib.contextmanager
     def _register_temporarily(self, spans: Sequence[Span]) -> Iterator[None]:
-        """For the ``with`` block, register ``spans``, memory of this object, because RDMA needs registered memory."""
+        """Register ``spans``, memory of this object, for the ``with`` block: RDMA needs registered memory."""
         pool = self._pool
         if pool is None:
             yield

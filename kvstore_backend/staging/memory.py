@@ -189,7 +189,7 @@ class _StagedWindow:
         self.values = self._buffer.values(len(self._blocks))
 
     def fetch(self) -> None:
-        """Begin to copy the window's blocks from KV memory to the buffer."""
+        """Begin to copy the blocks from KV memory to the host buffer."""
         self._copied = self._lane.fetch(self._buffer, self._blocks, self._after)
 
     def deliver(self, count: int) -> None:

@@ -62,7 +62,7 @@ class MasterAdmin:
         """Return the master's state: ``role``, ``ha_state``, ``service_ready`` and ``leader_address``."""
         health = self._fetch_page("/health").json()
         if not isinstance(health, dict) or "role" not in health:
-            raise ValueError(f"{self.address}/health is not from a Mooncake master")
+            raise ValueError(f"the response of {self.address}/health is not from a Mooncake master")
         return health
 
     def fetch_metrics(self) -> dict[str, float]:
@@ -75,7 +75,7 @@ class MasterAdmin:
         try:
             return [read_segment(each) for each in page["segments"]]
         except (KeyError, TypeError) as exc:
-            raise ValueError(f"{self.address}/get_segments_detail lacks {exc}") from exc
+            raise ValueError(f"the response of {self.address}/get_segments_detail lacks the member {exc}") from exc
 
     def stream_keys(self) -> Iterator[str]:
         """Yield all keys of the tenant ``default`` in the pool, as the master lists them."""
@@ -106,7 +106,7 @@ class MasterAdmin:
         try:
             return [_read_account(each, labelled) for each in accounts]
         except (KeyError, TypeError) as exc:
-            raise ValueError(f"{self.address}/api/v1/tenant_quotas lacks {exc}") from exc
+            raise ValueError(f"the response of {self.address}/api/v1/tenant_quotas lacks the member {exc}") from exc
 
     def has_tenants(self) -> bool:
         """Return whether the master separates tenants (``--enable_multi_tenants``)."""

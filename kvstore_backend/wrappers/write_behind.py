@@ -331,7 +331,7 @@ class WriteBehindBackend(Wrapper):
         return not batch
 
     def _finish_blocks(self, batch: dict[str, _Block], keys: set[str], dropped_because: str | None = None) -> None:
-        """Remove blocks from ``batch`` and the queue; with ``dropped_because``, count them as dropped."""
+        """Remove the blocks ``keys`` from ``batch`` and the queue; with ``dropped_because``, count them as dropped."""
         for key in keys:
             del batch[key]
         with self._changed:

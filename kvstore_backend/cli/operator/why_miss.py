@@ -113,7 +113,7 @@ def _compare_prompts(arguments: argparse.Namespace) -> Verdict:
 
 def _refuse_text(body: dict[str, Any]) -> list[int]:
     if "messages" in body:
-        raise ConfigError("only an instance can convert messages to tokens; name one with --instance HOST:PORT")
+        raise ConfigError("only an instance can convert messages to tokens; give --instance HOST:PORT")
     raise ConfigError("a text needs a tokenizer: give --model FOLDER, or --instance HOST:PORT")
 
 

@@ -84,7 +84,7 @@ class LoadedAdapters:
         return False
 
     def take_digests(self) -> dict[Adapter, bytes | None]:
-        """Return the digests that are new since the last call, by adapter; None if an adapter's files have changed."""
+        """Return new digests of adapters' files since the last call, by adapter; None if the files have changed."""
         with self._lock:
             digests, self._new_digests = self._new_digests, {}
         return digests

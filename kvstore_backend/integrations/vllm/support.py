@@ -164,7 +164,7 @@ def _require_causal(vllm_config: Any, spec: Any) -> None:
     if any(flags):
         raise ConfigError(
             "the KV of a token depends on later tokens in this model, or vLLM supports no prefix caching for the "
-            "model; KVStoreConnector shares blocks of prompts with equal prefixes; leave --kv-transfer-config out"
+            "model, so prompts with equal prefixes cannot share blocks; leave --kv-transfer-config out"
         )
     # Prefix caching may be off because the operator does not need it; the pool works then. But if vLLM itself switched
     # it off, a prompt cannot continue from cached KV. In this case chunked prefill is off too, or
