@@ -6,15 +6,14 @@ and that certain instances have it in their own caches.
 
 from __future__ import annotations
 
-import copy
 import math
 import struct
 import time
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import orjson
@@ -22,33 +21,26 @@ import orjson
 __all__ = ["DEFAULT_MAX_ENTRIES", "PrefixIndex", "PrefixMatch"]
 
 DEFAULT_MAX_ENTRIES = 1_100_000
-"""Maximum number of chunks in the index. Measured with 256 instances: 85 bytes per entry, 92 MB in total; in the worst
-case, where every chunk is in a different set of instances, 160 bytes per entry, 178 MB in total.
+"""Maximum number of chunks in the index. Measured: 11 MB if every prompt has 256 chunks of its own, 17 MB with 64, and
+92 MB with 6 after a common beginning; at most 180 MB.
 """
 
-_MAGIC = b"kvrouter prefixes 1\n"
+_MAGIC = b"kvrouter prefixes 2\n"
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of all following bytes
 _SIZE = struct.Struct("<I")  # size of the JSON that follows, in bytes
-# Maximum number of bits that belong to removed instances. Reusing them processes every entry (about 0.5 s for a full
-# index), so it is done rarely.
-_MAX_RETIRED_BITS = 256
-_MAX_NAMED_SETS = 4096
-# A generation is divided into this many dictionaries, by the last bits of the hash. Then the router stops for less than
-# 1 ms when a dictionary grows or is freed. One dictionary with 550,000 entries would stop the router for 10 to 50 ms.
+# A node needs as much memory as this many chunks in a long node, so there may be one node for this many chunks.
+_CHUNKS_PER_NODE = 5
+# The nodes are in this many dictionaries, by the last bits of their first hash. Then the router stops for less than
+# 1 ms when a dictionary grows.
 _NUM_PARTS = 256
 _PART_BITS = _NUM_PARTS - 1
-
-
-# An entry is one number. The lowest bits are the time of the last use, in microseconds since the index's epoch. The
-# higher bits are the set of instances that computed the chunk, one bit for each instance. Successive chunks with equal
-# entries share one object. An entry is not a tuple, because the garbage collector would visit every tuple in a
-# dictionary, which takes 10 to 40 ms.
-_Entry = int
-_Generation = list[dict[int, _Entry]]
-_TIME_BITS = 56
-_TIME = (1 << _TIME_BITS) - 1
-# Maximum age of an entry in seconds. A snapshot may have entries from before the start of the machine's clock.
-_MAX_AGE = 1e7
+# Maximum number of bits that belong to removed instances. Reusing them processes every node, so it is done rarely.
+_MAX_RETIRED_BITS = 256
+_MAX_NAMED_SETS = 4096
+# Number of unused nodes that are removed for each prompt that is added.
+_EXPIRED_AT_ONCE = 8
+# The set of dropped chunks of an instance is not reduced before it has this size.
+_MIN_DROPPED = 10_000
 
 
 class PrefixMatch(NamedTuple):
@@ -64,16 +56,58 @@ class PrefixMatch(NamedTuple):
     """
 
 
-class PrefixIndex:
-    """Maps a chunk hash to the time of its last use, and to the set of instances that computed the chunk.
+class _Node:
+    """Successive chunks that were computed by the same instances, and used at the same time.
 
-    The entries are in two generations. When a prompt is used, its chunks are written into the current generation. When
-    the current generation is full, or half a lifetime old, it replaces the previous generation, which is deleted. So an
-    entry is deleted between half a lifetime and one lifetime after its last use, and no search for expired entries is
-    needed.
+    The nodes are a tree: the prefix of a node's chunks are the chunks of its ancestors. As a chunk's hash depends on
+    all chunks before it, a node is found by its first hash alone. All nodes are also in a list, in the order of their
+    last use; a node is older than its parent.
+    """
+
+    __slots__ = ("chunks", "holders", "newer", "num_children", "older", "parent", "used_at")
+
+    def __init__(self, chunks: array[int], parent: _Node | None, holders: int, used_at: float) -> None:
+        self.chunks = chunks
+        """Is never changed, only replaced, because another thread may read it."""
+        self.parent = parent
+        self.num_children = 0
+        self.holders = holders
+        """The set of instances that computed these chunks, one bit for each instance."""
+        self.used_at = used_at
+        """Time of the last use, by the index's clock."""
+        self.older = self.newer = self
+
+    def link(self, newer: _Node) -> None:
+        """Put this node into the list, before ``newer``."""
+        older = newer.older
+        self.older, self.newer = older, newer
+        older.newer = newer.older = self
+
+    def unlink(self) -> None:
+        """Take this node out of the list."""
+        older, newer = self.older, self.newer
+        older.newer, newer.older = newer, older
+
+    def read(self) -> _Row:
+        """Return what a snapshot stores. The parent fits the chunks: no other thread runs between these two."""
+        return _Row(self.parent, self.chunks, self.holders, self.used_at)
+
+
+class _Row(NamedTuple):
+    parent: _Node | None
+    chunks: array[int]
+    holders: int
+    used_at: float
+
+
+class PrefixIndex:
+    """Maps a prefix to the time of its last use, and to the set of instances that computed it.
+
+    The index removes the nodes that were not used for the longest time: those that are older than the lifetime, and as
+    many as are necessary because of new ones.
 
     A prompt is always added from its first chunk on. So from the first chunk of a prompt to its last, times never
-    increase and sets never grow. ``_find_runs`` uses this to look up a prompt of 256 chunks in about twenty steps.
+    increase and sets never grow, and the node that was not used for the longest time has no children.
     """
 
     def __init__(
@@ -88,23 +122,22 @@ class PrefixIndex:
         """
         if max_entries < 2:
             raise ValueError(f"max_entries is {max_entries}; it must be at least 2")
-        self._max_in_generation = max_entries // 2
-        self._half_life = lifetime_seconds / 2
+        self._max_entries = max_entries
+        self._lifetime = lifetime_seconds
         self._clock = clock
-        self._turned_at = clock()
-        self._epoch = self._turned_at - _MAX_AGE
-        self._current, self._previous = _make_generation(), _make_generation()
-        self._most_in_current = 0  # upper limit of the number of entries in ``_current``
-        self._retired: _Generation = []  # dictionaries of a deleted generation, which are freed one at a time
+        self._parts: list[dict[int, _Node]] = [{} for _ in range(_NUM_PARTS)]
+        self._ends = _Node(array("Q"), None, 0, math.inf)  # before the oldest node of the list, and after the newest
+        self._num_chunks = self._num_nodes = 0
         self._names: list[str] = []  # the instance of each bit; "" if the instance was removed
         self._bits: dict[str, int] = {}
         self._named_sets: dict[int, tuple[str, ...]] = {}
-        self._has_holes = False  # whether chunks were dropped, so that sets may grow along a prompt
+        self._dropped: dict[str, set[int]] = {}  # chunks that instances have evicted, although their nodes have the bit
+        self._max_dropped: dict[str, int] = {}
         self._never_aged = 0  # bits of the instances that report what they evict
         self._has_chunk: dict[str, Callable[[int], bool]] = {}  # for each of these instances, what it has
 
     def __len__(self) -> int:
-        return _count_entries(self._current) + _count_entries(self._previous)
+        return self._num_chunks
 
     def look_up(self, chunks: Sequence[int], kept_seconds: float = math.inf) -> PrefixMatch:
         """Return how many leading chunks of a prompt the pool and each instance have.
@@ -114,17 +147,20 @@ class PrefixIndex:
             kept_seconds: after this time without use, an instance is assumed to have evicted a chunk. The pool is
                 assumed to have it still.
         """
-        now = self._turn_generations(0)
+        now = self._clock()
         own: dict[str, int] = {}
         ages = []
         end, present = 0, -1
-        for start, end, entry in self._find_runs(chunks):
-            age = max(0.0, now - self._time_of(entry))  # entries' times are rounded
+        for start, node_end, node in self._find_nodes(chunks):
+            age = now - node.used_at
+            if age > self._lifetime:
+                break
+            end = node_end
             ages.append((end, age))
-            present &= entry >> _TIME_BITS
+            present &= node.holders
             if age <= kept_seconds:
                 if present:
-                    # Later runs are longer, and their sets are subsets of the earlier ones.
+                    # Later nodes end later, and their sets are subsets of the earlier ones.
                     own.update(dict.fromkeys(self._name_holders(present), end))
                 continue
             present &= self._never_aged
@@ -134,28 +170,42 @@ class PrefixIndex:
                     own[name] = known
                 if known < end:
                     present &= ~self._bits[name]
+        if self._dropped:
+            for name in self._dropped.keys() & own.keys():
+                own[name] = _find_first(self._dropped[name], chunks, own[name])
+                if not own[name]:
+                    del own[name]
         return PrefixMatch(end, own, ages)
 
     def add_chain(self, chunks: Sequence[int], key: str) -> None:
         """Record that the instance ``key`` has computed a prompt with these chunks, or will compute it now."""
-        chunks = chunks[: self._max_in_generation]
-        now = self._turn_generations(len(chunks))
-        latest = self._assign_bit(key) << _TIME_BITS | self._number_time(now)
-        current, known = self._current, 0
-        for start, known, entry in self._find_runs(chunks):
-            entry = entry & ~_TIME | latest
-            for chunk in chunks[start:known]:
-                current[chunk & _PART_BITS][chunk] = entry
-        entry = latest
-        for chunk in chunks[known:]:
-            current[chunk & _PART_BITS][chunk] = entry
-        self._most_in_current += len(chunks)
-        if self._retired:
-            # As many dictionaries are freed as new chunks require: all, before the current generation is full.
-            del self._retired[-1 - 2 * _NUM_PARTS * len(chunks) // self._max_in_generation :]
+        chunks = chunks[: self._max_entries // 2]
+        now, bit = self._clock(), self._assign_bit(key)
+        if dropped := self._dropped.get(key):
+            dropped.difference_update(chunks)
+        self._remove_expired(now, _EXPIRED_AT_ONCE)
+        path = []
+        at = 0
+        for at, end, node in self._find_nodes(chunks):
+            if end - at < len(node.chunks):
+                node = self._split(node, end - at)
+            node.holders = node.holders | bit if now - node.used_at <= self._lifetime else bit
+            path.append(node)
+            at = end
+        if at < len(chunks):
+            path.append(self._add_chunks(path[-1] if path else None, array("Q", chunks[at:]), bit, now))
+        for node in reversed(path):
+            node.used_at = now
+            node.unlink()
+            node.link(self._ends)
+        while self._num_chunks > self._max_entries or (
+            self._num_nodes * _CHUNKS_PER_NODE > self._max_entries and self._num_nodes > len(path)
+        ):
+            self._remove(self._ends.newer)
 
     def forget_holder(self, key: str) -> None:
         """Record that the instance ``key`` has lost all its chunks. The pool still has them."""
+        self._dropped.pop(key, None)
         bit = self._bits.pop(key, 0)
         if not bit:
             return
@@ -168,24 +218,35 @@ class PrefixIndex:
 
     def drop_chunks(self, chunks: Iterable[int], key: str) -> None:
         """Record that the instance ``key`` has lost these chunks. The pool still has them."""
-        self._has_holes = True
-        bit = self._bits.get(key, 0) << _TIME_BITS
-        for chunk in chunks:
-            part = chunk & _PART_BITS
-            for generation in (self._current, self._previous):
-                entry = generation[part].get(chunk)
-                if entry is not None and entry & bit:
-                    generation[part][chunk] = entry & ~bit
+        dropped = self._dropped.setdefault(key, set())
+        dropped.update(chunks)
+        if len(dropped) > self._max_dropped.get(key, _MIN_DROPPED):
+            bit = self._bits.get(key, 0)
+            held = (node.chunks for node in self._list_nodes() if node.holders & bit)
+            dropped = self._dropped[key] = dropped.intersection(chain.from_iterable(held))
+            self._max_dropped[key] = max(_MIN_DROPPED, 2 * len(dropped))
 
-    def restore_chunks(self, chunks: Iterable[int], key: str) -> None:
-        """Record that the instance ``key`` has these chunks. Chunks that are not in the index are ignored."""
-        bit = self._assign_bit(key) << _TIME_BITS
-        for chunk in chunks:
-            part = chunk & _PART_BITS
-            for generation in (self._current, self._previous):
-                entry = generation[part].get(chunk)
-                if entry is not None:
-                    generation[part][chunk] = entry | bit
+    def restore_chunks(self, chunks: Sequence[int], key: str) -> None:
+        """Record that the instance ``key`` has the chunks of a prompt. Chunks that are not in the index are ignored."""
+        if dropped := self._dropped.get(key):
+            dropped.difference_update(chunks)
+        for start, end, node in self._find_nodes(chunks):
+            self._add_holder(node, end - start, key)
+
+    def restore_holder(self, key: str, has_chunk: Callable[[int], bool]) -> None:
+        """Record which chunks in the index the instance ``key`` has.
+
+        Args:
+            has_chunk: returns whether the instance has a chunk. Then it has all chunks before this one, too.
+        """
+        for node in self._list_nodes():
+            chunks = node.chunks
+            if has_chunk(chunks[-1]):
+                self._add_holder(node, len(chunks), key)
+            elif has_chunk(chunks[0]):
+                self._add_holder(node, bisect_left(chunks, True, key=lambda chunk: not has_chunk(chunk)), key)
+        if dropped := self._dropped.get(key):
+            dropped.difference_update([chunk for chunk in dropped if has_chunk(chunk)])
 
     def set_aging(self, key: str, has_chunk: Callable[[int], bool] | None) -> None:
         """Set how the index finds out that the instance ``key`` has evicted a chunk.
@@ -201,37 +262,40 @@ class PrefixIndex:
             self._never_aged |= self._assign_bit(key)
             self._has_chunk[key] = has_chunk
 
-    def copy(self) -> PrefixIndex:
-        """Return a copy of this index. Copying takes 0.02 microseconds per entry."""
-        other = copy.copy(self)
-        other._current, other._previous = ([part.copy() for part in each] for each in (self._current, self._previous))
-        other._retired = []
-        other._names, other._bits, other._named_sets = self._names.copy(), self._bits.copy(), {}
-        return other
-
     def dump(self) -> bytes:
-        """Encode the whole index as bytes, which ``load`` reads after a restart of the router.
+        """Encode the index as bytes, which ``load`` reads after a restart of the router.
 
-        Measured: 12 bytes and 0.2 microseconds per entry; four times as much if every set is different. A caller that
-        must not wait for this can dump a ``copy`` in another thread.
+        This may run in another thread than everything else. Then prompts that are added meanwhile may be missing. The
+        chunks that instances have dropped are not in the result, and count as theirs again.
         """
-        numbers: dict[_Entry, int] = {}
-        parts = []
-        for generation in (self._previous, self._current):
-            hashes = array("Q", chain.from_iterable(generation))
-            places = [numbers.setdefault(entry, len(numbers)) for part in generation for entry in part.values()]
-            parts += [hashes.tobytes(), array("I", places).tobytes()]
-        width = len(self._names) // 8 + 1
-        now = self._clock()
-        counts = [_count_entries(self._previous), _count_entries(self._current)]
-        header = orjson.dumps({"names": self._names, "values": len(numbers), "entries": counts})
-        ages = array("d", [now - self._time_of(entry) for entry in numbers]).tobytes()
-        sets = [(entry >> _TIME_BITS).to_bytes(width, "little") for entry in numbers]
-        body = b"".join([_SIZE.pack(len(header)), header, ages, *sets, *parts])
+        names: list[str] | None = None
+        while names is not self._names:  # the numbers of the bits have changed meanwhile
+            names = self._names
+            rows = {node: node.read() for part in self._parts for node in part.copy().values()}
+        places: dict[_Node, int] = {}  # a parent is before its children
+        for node in list(rows):
+            path = []
+            above: _Node | None = node
+            while above is not None and above not in places:
+                if above not in rows:  # it was a part of another node when that was read
+                    rows[above] = above.read()
+                path.append(above)
+                above = rows[above].parent
+            places.update(zip(reversed(path), range(len(places), len(places) + len(path)), strict=True))
+        ordered = [rows[node] for node in places]
+        names, now = self._names.copy(), self._clock()
+        width = len(names) // 8 + 1
+        parents = array("i", [-1 if each.parent is None else places[each.parent] for each in ordered])
+        lengths = array("I", [len(each.chunks) for each in ordered])
+        ages = array("d", [now - each.used_at for each in ordered])
+        sets = b"".join([each.holders.to_bytes(width, "little") for each in ordered])
+        hashes = b"".join([each.chunks.tobytes() for each in ordered])
+        header = orjson.dumps({"names": names, "nodes": len(ordered)})
+        body = b"".join([_SIZE.pack(len(header)), header, parents, lengths, ages, sets, hashes])
         return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
 
     def load(self, data: bytes) -> None:
-        """Replace the entries by those of an index that ``dump`` encoded on this machine.
+        """Replace the contents by those of an index that ``dump`` encoded on this machine.
 
         Raises:
             ValueError: ``data`` is damaged, or has another version. Then this index is unchanged.
@@ -243,96 +307,133 @@ class PrefixIndex:
         if _CHECKSUM.unpack_from(data, len(_MAGIC))[0] != zlib.crc32(view[start:]):
             raise ValueError("its prefix index is damaged: the checksum does not match")
         at = start + _SIZE.size
-        header_end = at + _SIZE.unpack_from(data, start)[0]
-        header = orjson.loads(view[at:header_end])
-        names, width, now = header["names"], len(header["names"]) // 8 + 1, self._clock()
-        ages = array("d")
-        sets_start = header_end + 8 * header["values"]
-        ages.frombytes(view[header_end:sets_start])
-        at = sets_start + width * len(ages)
-        sets = [int.from_bytes(view[i : i + width], "little") for i in range(sets_start, at, width)]
-        values = [
-            holders << _TIME_BITS | self._number_time(now - min(age, _MAX_AGE))
-            for age, holders in zip(ages, sets, strict=True)
-        ]
-        generations = []
-        for count in header["entries"]:
-            hashes, places = array("Q"), array("I")
-            hashes.frombytes(view[at : at + 8 * count])
-            places.frombytes(view[at + 8 * count : at + 12 * count])
-            entries = list(zip(hashes, map(values.__getitem__, places), strict=True))
-            if count > self._max_in_generation:  # the newest entries are kept: a prompt's first chunks before its last
-                entries.sort(key=lambda each: each[1] & _TIME, reverse=True)
-            generation = _make_generation()
-            for chunk, entry in entries[: self._max_in_generation]:
-                generation[chunk & _PART_BITS][chunk] = entry
-            generations.append(generation)
-            at += 12 * count
-        self._previous, self._current = generations
-        self._most_in_current = _count_entries(self._current)
+        end = at + _SIZE.unpack_from(data, start)[0]
+        header = orjson.loads(view[at:end])
+        names, count, now = header["names"], header["nodes"], self._clock()
+        width = len(names) // 8 + 1
+        parents, lengths, ages, hashes = array("i"), array("I"), array("d"), array("Q")
+        for numbers in (parents, lengths, ages):
+            at, end = end, end + numbers.itemsize * count
+            numbers.frombytes(view[at:end])
+        at, end = end, end + width * count
+        sets = [int.from_bytes(view[i : i + width], "little") for i in range(at, end, width)]
+        hashes.frombytes(view[end:])
+        for place in reversed(range(count)):  # a parent may have been read before its child was used
+            if (parent := parents[place]) >= 0:
+                ages[parent] = min(ages[parent], ages[place])
+        starts = list(accumulate(lengths, initial=0))
+        self._clear()
+        nodes: dict[int, _Node] = {}
+        # From the newest to the oldest, as many as there is room for. A parent is never older than its children.
+        for place in sorted(range(count), key=ages.__getitem__):
+            most = min(lengths[place], self._max_entries - self._num_chunks)
+            if not most or self._num_nodes * _CHUNKS_PER_NODE > self._max_entries:
+                break
+            chunks = hashes[starts[place] : starts[place] + most]
+            node = _Node(chunks, nodes.get(parents[place]), sets[place], now - ages[place])
+            node.link(self._ends.newer)
+            self._count_in(node)
+            nodes[place] = node
         self._names, self._never_aged = names, 0
         self._bits = {name: 1 << place for place, name in enumerate(names) if name}
-        self._named_sets.clear()
-        self._turned_at = now
         for key in self._has_chunk:
             self._never_aged |= self._assign_bit(key)
 
-    def _turn_generations(self, coming: int) -> float:
-        """Begin a new generation if the current one is too old, or too full for ``coming`` entries. Return the time."""
-        now = self._clock()
-        age = now - self._turned_at
-        if age < self._half_life:
-            if self._most_in_current + coming <= self._max_in_generation:
-                return now
-            self._most_in_current = _count_entries(self._current)  # counts repeated chunks only once
-            if self._most_in_current + coming <= self._max_in_generation:
-                return now
-        self._retired = self._previous  # frees the rest of earlier generations now, so that memory stays bounded
-        if age >= 2 * self._half_life:
-            self._retired = self._retired + self._current
-        self._previous = self._current if age < 2 * self._half_life else _make_generation()
-        self._current, self._most_in_current = _make_generation(), 0
-        # If a generation begins late, use the time at which it was due, so that delays do not add up.
-        self._turned_at = self._turned_at + self._half_life if self._half_life <= age < 2 * self._half_life else now
-        return now
+    def _clear(self) -> None:
+        for part in self._parts:
+            part.clear()
+        self._ends.older = self._ends.newer = self._ends
+        self._num_chunks = self._num_nodes = 0
+        self._named_sets.clear()
+        self._dropped.clear()
+        self._max_dropped.clear()
 
-    def _number_time(self, at: float) -> int:
-        """Return a time of the clock as the number that an entry contains."""
-        return round(1e6 * (at - self._epoch))
+    def _find_nodes(self, chunks: Sequence[int]) -> Iterator[tuple[int, int, _Node]]:
+        """Yield the nodes of the leading chunks that the index has, each with the range of its chunks.
 
-    def _time_of(self, entry: _Entry) -> float:
-        """Return the time at which the chunks of an entry were last used, as a value of the policy's clock."""
-        return self._epoch + 1e-6 * (entry & _TIME)
+        The last node may have further chunks, which are not those of this prompt.
+        """
+        parts, at, count, parent = self._parts, 0, len(chunks), None
+        while at < count:
+            chunk = chunks[at]
+            node = parts[chunk & _PART_BITS].get(chunk)
+            if node is None or node.parent is not parent:  # another parent: two chunks have the same hash
+                return
+            start, at = at, at + _count_common(node.chunks, chunks, at)
+            is_whole = at - start == len(node.chunks)
+            yield start, at, node
+            if not is_whole:
+                return
+            parent = node
 
-    def _find_runs(self, chunks: Sequence[int]) -> list[tuple[int, int, _Entry]]:
-        """Return the leading chunks that the index has, as (start, end, entry) for each run of equal entries."""
-        current, previous = self._current, self._previous
-        runs = []
-        start, count = 0, len(chunks)
-        while start < count:
-            chunk = chunks[start]
-            entry = current[chunk & _PART_BITS].get(chunk) or previous[chunk & _PART_BITS].get(chunk)
-            if entry is None:
-                break
-            end, beyond = start + 1, count  # the entry is equal before `end`, and different from `beyond` on
-            while self._has_holes and end < beyond:
-                chunk = chunks[end]
-                part = chunk & _PART_BITS
-                if (current[part].get(chunk) or previous[part].get(chunk)) != entry:
-                    beyond = end
-                    break
-                end += 1
-            while end < beyond:
-                middle = (end + beyond) // 2
-                chunk = chunks[middle]
-                part = chunk & _PART_BITS
-                if (current[part].get(chunk) or previous[part].get(chunk)) == entry:
-                    end = middle + 1
-                else:
-                    beyond = middle
-            runs.append((start, end, entry))
-            start = end
-        return runs
+    def _add_chunks(self, parent: _Node | None, chunks: array[int], bit: int, now: float) -> _Node:
+        """Add new chunks: to ``parent``, if nothing distinguishes them from its chunks, or as a new node."""
+        if parent is not None and not parent.num_children and parent.holders == bit:
+            parent.chunks = parent.chunks + chunks
+            self._num_chunks += len(chunks)
+            return parent
+        node = _Node(chunks, parent, bit, now)
+        node.link(self._ends)
+        self._count_in(node)
+        return node
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """Make a new node of the first ``count`` chunks of a node; return it. The other chunks become its child."""
+        head = _Node(node.chunks[:count], node.parent, node.holders, node.used_at)
+        head.link(node.newer)
+        self._count_in(head)
+        if node.parent is not None:
+            node.parent.num_children -= 1
+        self._num_chunks -= len(node.chunks)
+        self._num_nodes -= 1
+        node.chunks, node.parent = node.chunks[count:], head
+        self._count_in(node)
+        return head
+
+    def _count_in(self, node: _Node) -> None:
+        """Make a node findable by its first hash, and count it."""
+        first = node.chunks[0]
+        self._parts[first & _PART_BITS][first] = node
+        self._num_chunks += len(node.chunks)
+        self._num_nodes += 1
+        if node.parent is not None:
+            node.parent.num_children += 1
+
+    def _remove(self, node: _Node) -> None:
+        node.unlink()
+        del node.older, node.newer  # so that nothing refers to the node
+        first = node.chunks[0]
+        part = self._parts[first & _PART_BITS]
+        if part.get(first) is node:  # not if two chunks have the same hash
+            del part[first]
+        self._num_chunks -= len(node.chunks)
+        self._num_nodes -= 1
+        if node.parent is not None:
+            node.parent.num_children -= 1
+
+    def _remove_expired(self, now: float, most: int) -> None:
+        """Remove up to ``most`` nodes that were not used for a lifetime."""
+        for _ in range(most):
+            oldest = self._ends.newer
+            if now - oldest.used_at <= self._lifetime:
+                return
+            self._remove(oldest)
+
+    def _list_nodes(self) -> Iterator[_Node]:
+        """Yield all nodes, from the newest to the oldest. A node may be split after it was yielded."""
+        node = self._ends.older
+        while node is not self._ends:
+            following = node.older
+            yield node
+            node = following
+
+    def _add_holder(self, node: _Node, count: int, key: str) -> None:
+        """Record that an instance has the first ``count`` chunks of a node."""
+        bit = self._assign_bit(key)
+        if not node.holders & bit:
+            if count < len(node.chunks):
+                node = self._split(node, count)
+            node.holders |= bit
 
     def _find_known_end(self, name: str, chunks: Sequence[int], start: int, end: int) -> int:
         """Return the index after the last of the chunks from ``start`` to ``end`` that the instance ``name`` has."""
@@ -345,7 +446,7 @@ class PrefixIndex:
         """Return the names of the instances in a set. Results are cached, because the same sets occur repeatedly."""
         names = self._named_sets.get(holders)
         if names is None:
-            rest, found = holders, []
+            found, rest = [], holders
             while rest:
                 bit = rest & -rest
                 found.append(self._names[bit.bit_length() - 1])
@@ -365,22 +466,35 @@ class PrefixIndex:
     def _renumber_bits(self) -> None:
         """Renumber the instances' bits without those of removed instances, so that sets stay small."""
         moved = {old: 1 << new for new, old in enumerate(self._bits.values())}
-        renumbered: dict[_Entry, _Entry] = {}
-        for part in (*self._previous, *self._current):
-            for entry in set(part.values()) - renumbered.keys():
-                holders = sum(new for old, new in moved.items() if entry >> _TIME_BITS & old)
-                renumbered[entry] = holders << _TIME_BITS | entry & _TIME
-            for chunk, entry in part.items():
-                part[chunk] = renumbered[entry]
+        renumbered: dict[int, int] = {}
+        for node in self._list_nodes():
+            if node.holders not in renumbered:
+                renumbered[node.holders] = sum(new for old, new in moved.items() if node.holders & old)
+            node.holders = renumbered[node.holders]
         self._never_aged = sum(new for old, new in moved.items() if self._never_aged & old)
         self._names = list(self._bits)
         self._bits = {name: 1 << place for place, name in enumerate(self._names)}
         self._named_sets.clear()
 
 
-def _make_generation() -> _Generation:
-    return [{} for _ in range(_NUM_PARTS)]
+def _count_common(chunks: Sequence[int], prompt: Sequence[int], at: int) -> int:
+    """Return how many leading chunks of ``chunks`` a prompt has from the place ``at`` on. The first one is equal."""
+    most = min(len(chunks), len(prompt) - at)
+    if chunks[most - 1] == prompt[at + most - 1]:  # then all chunks before it are equal, too
+        return most
+    low, high = 1, most - 1
+    while low < high:
+        middle = (low + high) // 2
+        if chunks[middle] == prompt[at + middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
-def _count_entries(generation: _Generation) -> int:
-    return sum(map(len, generation))
+def _find_first(dropped: set[int], chunks: Sequence[int], end: int) -> int:
+    """Return the place of the first chunk before ``end`` that is in ``dropped``; ``end`` if there is none."""
+    leading = chunks[:end]
+    if dropped.isdisjoint(leading):
+        return end
+    return next(place for place, chunk in enumerate(leading) if chunk in dropped)

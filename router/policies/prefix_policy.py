@@ -78,7 +78,7 @@ class PrefixPolicy(PolicyBase):
         """Set whether all KV events of an instance up to now were applied."""
         cache = self.caches[key]
         if is_exact:
-            self._index.restore_chunks(cache.chunks, key)  # ``forget_instance`` may have removed them from the index
+            self._index.restore_holder(key, cache.has_chunk)  # ``forget_instance`` may have removed it from the index
         cache.is_exact = is_exact
         self._index.set_aging(key, cache.has_chunk if is_exact else None)
 
@@ -145,7 +145,7 @@ class PrefixPolicy(PolicyBase):
 
     def prepare_dump(self) -> Callable[[], bytes]:
         """See ``PersistentPolicy.prepare_dump``."""
-        return self._index.copy().dump
+        return self._index.dump
 
     def load_dump(self, data: bytes) -> None:
         """See ``PersistentPolicy.load_dump``.

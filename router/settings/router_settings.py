@@ -144,7 +144,7 @@ class RouterSettings:
     prefix_index_entries: int = _declare(
         DEFAULT_MAX_ENTRIES,
         "scheduler.prefix-index-entries",
-        "maximum number of prompt chunks (128 tokens, 85 bytes each) in the index",
+        "maximum number of prompt chunks (128 tokens each) in the index; the default needs 10 to 180 MB",
     )
     balance_abs_threshold: float = _declare(
         1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware considers caches"

@@ -15,7 +15,7 @@ __all__ = ["MessageChannel", "open_channel", "pack", "receive_connections", "sen
 
 _log = logging.getLogger("router.sharing.channels")
 
-# A full prefix index takes 13 MB (``PrefixIndex.dump``), or 250 MB in the worst case.
+# A full prefix index takes 9 to 18 MB (``PrefixIndex.dump``), and more if there were many instances.
 MAX_MESSAGE_BYTES = 512 * 1024 * 1024
 # Maximum number of connections to receive in one step. Further ones are received in the next turn of the event loop.
 MAX_AT_ONCE = 16

@@ -115,9 +115,9 @@ def test_a_pool_that_has_nothing_makes_only_own_caches_count() -> None:
     policy = PoolAware()
     for request in range(500):
         here, there = InstanceLoad("here"), InstanceLoad("there")
-        policy.choose_instance(prompt(request, -request - 1), [here])
-        decision = policy.choose_instance(prompt(request, -request - 1), [there])
-        policy.observe_outcome(prompt(request, -request - 1), decision, outcome(decision, cached=0))
+        policy.choose_instance(prompt(request, 10**6 + request), [here])
+        decision = policy.choose_instance(prompt(request, 10**6 + request), [there])
+        policy.observe_outcome(prompt(request, 10**6 + request), decision, outcome(decision, cached=0))
     assert policy.fetch_cost > 0.95
 
 
