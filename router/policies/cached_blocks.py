@@ -76,8 +76,8 @@ class CachedBlocks(BlockTree):
         """The tip of each associated prompt, by the prompt's last whole chunk."""
         self._leaves: set[BlockHash] = set()
         """The last blocks of associated prompts."""
-        # The blocks of each recent event, by the number of tokens up to their end. Two generations, as in
-        # ``PrefixIndex``.
+        # The blocks of each recent event, by the number of tokens up to their end, in two dictionaries: after
+        # ``_RECENT_SECONDS``, the first one replaces the second one.
         self._recent: dict[int, list[StoredBlocks]] = {}
         self._less_recent: dict[int, list[StoredBlocks]] = {}
         self._turned_at = clock()
@@ -86,11 +86,6 @@ class CachedBlocks(BlockTree):
         self._num_noted = 0
         self._named: list[tuple[PlacedPrompt, BlockHash]] = []
         """Prompts with a last block that another process has found, until the event for this block arrives."""
-
-    @property
-    def chunks(self) -> Iterable[int]:
-        """The prompt chunks that the instance is known to have cached."""
-        return self._run_of_chunk.keys()
 
     @property
     def is_settled(self) -> bool:
