@@ -146,7 +146,9 @@ class Refill:
                     self._look_after_pool()
             except Exception:
                 if not self._closed.is_set():
-                    logger.exception("Looking up blocks to detect losses in the pool failed and is tried again")
+                    logger.exception(
+                        "Looking for blocks that the pool has lost, or saving them again, failed; both are tried again"
+                    )
         self._marks.close()
 
     def _look_after_pool(self) -> None:

@@ -439,7 +439,7 @@ class PoolWorld(World):
     name: ClassVar[str] = "pool"
     max_seconds: ClassVar[float] = 900.0
     allowed_tracebacks: ClassVar[tuple[str, ...]] = (
-        "Looking up blocks to detect losses in the pool failed",
+        "Looking for blocks that the pool has lost, or saving them again, failed",
         "Mooncake's client raised",
         "A store raised",
     )

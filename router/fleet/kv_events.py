@@ -139,7 +139,8 @@ class KvEventReader:
         if sum(sizes.values()) > MAX_PUBLISHED_BLOCKS:
             largest = max(sizes, key=lambda key: sizes[key])
             _log.error(
-                "publisher %s is removed: all publishers have %d blocks, and this router stores at most %d",
+                "publisher %s, which has the most blocks, is removed: all publishers together have %d blocks, and this "
+                "router stores at most %d",
                 largest,
                 sum(sizes.values()),
                 MAX_PUBLISHED_BLOCKS,

@@ -238,7 +238,9 @@ def read_asked_ids(members: Mapping[str, Any]) -> list[Any] | None:
     try:
         orjson.dumps(members)
     except orjson.JSONEncodeError as exc:
-        raise BadBody(f"the body cannot be encoded as JSON: {exc}", "req_ids") from None
+        raise BadBody(
+            f"the body cannot be sent on, because it cannot be encoded as JSON again: {exc}", "req_ids"
+        ) from None
     return None if members.get("abort_all") else asked
 
 

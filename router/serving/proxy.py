@@ -444,7 +444,9 @@ class ServingRequest:
             else:
                 self._end_with(self._find_error(exc))
         except Exception:
-            _log.exception("%s %s: no error could be sent to the client", self._request.method, self._request.path)
+            _log.exception(
+                "%s %s: the error response could not be sent to the client", self._request.method, self._request.path
+            )
         finally:
             self._finish()
 

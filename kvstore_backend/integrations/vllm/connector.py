@@ -335,7 +335,7 @@ def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:
             raise ConfigError(f'unknown key "{name}" in kv_connector_extra_config{suggest_name(name, _OPTIONS)}')
     config = read_config(extra.get("pool"))
     if config is None:
-        raise ConfigError("the configuration of the pool turns it off; leave --kv-transfer-config out")
+        raise ConfigError("the pool's configuration file turns the pool off; leave --kv-transfer-config out")
     if isinstance(config.store, MemorySettings):
         raise ConfigError("a memory pool belongs to one process, but vLLM has several; use a mooncake or a file pool")
     return config.require_plain("KVStoreConnector")

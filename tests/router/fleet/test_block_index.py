@@ -501,5 +501,5 @@ def test_publishers_that_have_more_blocks_than_fit_lose_the_largest(
     monkeypatch.setattr(kv_events, "MAX_PUBLISHED_BLOCKS", 100)
     publisher.store(*range(101))
     wait_until(lambda: not publishers_of(router), "the removal")
-    assert "publisher 1|default|0 is removed: all publishers have 101 blocks" in caplog.text
+    assert "publisher 1|default|0, which has the most blocks, is removed: all publishers" in caplog.text
     assert ask(router, token_ids=[])["instances"] == {}

@@ -184,10 +184,10 @@ def test_a_client_aborts_its_own_waiting_request_and_no_other(
     ("body", "said"),
     [
         (b'{"req_ids": [%s]}' % b",".join([b'"a"'] * (MAX_IDS + 1)), "req_ids has 1001 ids; at most 1000 are allowed"),
-        (b'{"req_ids": ["\\ud800"]}', "the body cannot be encoded as JSON: str is not valid UTF-8"),
+        (b'{"req_ids": ["\\ud800"]}', "sent on, because it cannot be encoded as JSON again: str is not valid UTF-8"),
         (b'{"req_ids": [["a"]]}', "req_ids has a list or an object in it"),
-        (b'{"req_ids": ["a"], "more": %s}' % (b"[" * 400 + b"]" * 400), "cannot be encoded as JSON: Recursion"),
-        (b'{"req_ids": ["a"], "more": [NaN, %d]}' % 2**70, "cannot be encoded as JSON: Integer exceeds 64-bit"),
+        (b'{"req_ids": ["a"], "more": %s}' % (b"[" * 400 + b"]" * 400), "encoded as JSON again: Recursion"),
+        (b'{"req_ids": ["a"], "more": [NaN, %d]}' % 2**70, "encoded as JSON again: Integer exceeds 64-bit"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
