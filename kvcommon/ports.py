@@ -1,4 +1,4 @@
-"""Binds a port that Linux still reserves for a client's connection that was closed."""
+"""Binds a server's port. If Linux still holds the port for a closed outgoing connection (TIME_WAIT), waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of a server that takes long to stop."""
+"""Reports the progress of a server that takes long to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV cache groups of a model, and the longest prefix at which all groups can resume.
+"""Describes the KV cache groups of a model, and finds the longest prefix after which all groups can resume.
 
 A group consists of layers that read the same part of a prefix. A model has several groups if its layers read different
 parts. A *resume point* is a number of tokens ``n``: the instance computes from token ``n`` on, and needs these blocks:

@@ -1,4 +1,4 @@
-"""Version and digest of a model's weights, for the namespace."""
+"""Finds the version and the digest of a model's weights, for the namespace."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class PoolConnector:
         on_saved: called with the sequence when a save has ended.
         ending_on_error: returns a context manager that ends a sequence with an error if an exception is raised in it.
         save_outputs: whether full blocks of generated tokens are saved, too.
-        staged: whether blocks pass through buffers in host memory. Default: yes, unless KV memory is in host memory,
-            blocks are not compressed in the pool, and there are blocks for three of the longest sequences: one with a
-            load that hangs, one with a save that hangs, and one that runs.
+        staged: whether blocks pass through buffers in host memory. Default: False if KV memory is in host memory,
+            blocks are not compressed in the pool, and KV memory has room for three of the longest sequences (one with a
+            load that hangs, one with a save that hangs, and one that runs); otherwise True.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Groups of layers that read different parts of a prefix: names and places of their blocks.
+"""Computes names and places of the blocks of each group of layers. Groups read different parts of a prefix.
 
 Each group has its own blocks. A block of a group has the KV of the group's layers for ``block_size`` tokens. All groups
 take their blocks from one ``BlockManager``. A sequence has one ``BlockTable`` for each group. The *place* of a block is

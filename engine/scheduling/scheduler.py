@@ -338,7 +338,10 @@ class Scheduler:
             bisect.insort(self.running, sequence, key=_arrival_of)
 
     def _take_up_more(self, sequence: Sequence) -> None:
-        """Replace those blocks of ``sequence`` that have no KV by blocks that other sequences have published since."""
+        """Replace blocks of ``sequence`` that have no KV yet by cached blocks with the same tokens.
+
+        Other sequences have published these cached blocks after ``sequence`` got its own blocks.
+        """
         first, hashes = sequence.num_computed // self.block_size, self._list_cacheable(sequence)
         last = self.groups.match_prefix(self.blocks, hashes, first)
         if last <= first:

@@ -156,7 +156,7 @@ def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_pe
 
 
 def _diagnose_mindie(path: Path, arguments: argparse.Namespace, kv_bytes: int | None) -> Iterator[Finding]:
-    """Report the mistakes in the ``config.json`` of a MindIE server, and the memory for the links of its cards."""
+    """Report the mistakes in the ``config.json`` of a MindIE server, and the memory that its cards' links take."""
     mistakes = list(find_mistakes(path))
     yield from (fail("MindIE", each.text) if each.is_fatal else warn("MindIE", each.text) for each in mistakes)
     if any(mistake.is_fatal for mistake in mistakes):

@@ -232,7 +232,7 @@ def _find_model(argv: Sequence[str], engine: Engine) -> str:
 
 
 def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Namespace:
-    """Return the namespace of the blocks of a transfer process.
+    """Return the namespace of the blocks that a transfer process of FastDeploy moves, from its command line.
 
     The option ``--key_cache_shape`` has the form ``blocks,heads,block_size,head_dim``, for one layer of one rank.
     """

@@ -1,4 +1,4 @@
-"""Shardings of a model, and the places where their blocks overlap.
+"""Finds the shardings of a model whose blocks a reader can read, and where these blocks overlap the reader's.
 
 The KV of a model is divided in two ways: by heads among the ranks of an instance, and by tokens into blocks. Two
 namespaces that differ only in these divisions contain the same numbers; they are *peers*. If there are more ranks than

@@ -55,7 +55,7 @@ class AlignedSpan:
         self.num_stored = tokens // sharding.block_size
 
     def cover(self, blocks: range) -> range:
-        """Return the indices of the spans that contain ``blocks``, a range of the reader's blocks.
+        """Return the indices of the spans (see the class) that contain ``blocks``, a range of the reader's blocks.
 
         Blocks and spans are counted from the beginning of the sequence.
         """

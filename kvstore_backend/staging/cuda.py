@@ -1,4 +1,4 @@
-"""GPU for staging: CUDA streams and events in addition to the engine's own, and pinned host memory."""
+"""Makes CUDA streams and events for staging, apart from the engine's own, and allocates GPU and pinned host memory."""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 A client that joins reports the blocks in its folder to the master. For 10 s after a client ended, the master still
 lists the blocks as blocks of the ended client (Mooncake 0.3.13). During this time the master ignores the report of the
 new client, and after it the master forgets the blocks. So a new client waits before it joins.
+
+Each process locks a file in the folder, its *mark*, and writes to it when it leaves the pool. A mark without a lock
+belongs to an ended process, and says for how long the new client must wait.
 """
 
 from __future__ import annotations
@@ -88,9 +91,11 @@ def _remove_dead_marks(folder: Path) -> float:
 
 
 def _seconds_since(mark: str) -> float:
-    """Return the seconds since the process of ``mark`` left the pool; 0 if it crashed or the machine was restarted.
+    """Return the seconds since a process left the pool; 0 if it crashed or the machine was restarted.
 
-    The monotonic clock is the same in all processes until the machine is restarted, and nobody can set it.
+    Args:
+        mark: text of the process's mark. Its time is of the monotonic clock, which is the same in all processes until
+            the machine is restarted, and which nobody can set.
     """
     left, _, left_at = mark.rpartition(" ")
     try:

@@ -6,9 +6,9 @@ not copied. The header has 128 bytes, so that the payload stays aligned. Its fie
     magic "KVBK" | format version u16 | marks u16 | payload bytes u64 | XXH3-64 of the payload u64
     | namespace digest 16 bytes | block hash 32 bytes | 56 zero bytes
 
-Marks are 0 if the header has a checksum. If the host cannot read the payload, because it is in a GPU's memory, marks
-are 0x7575 and the checksum is 0, and a reader checks only the other fields. A reader with checksums never accepts a
-block without a checksum, and the other way round.
+A client that can read the memory of its values writes marks 0 and the checksum, and in a read it checks all fields and
+the payload. A client whose values are in a GPU's memory cannot compute checksums: it writes marks 0x7575 and checksum
+0, and in a read it checks only the header. A block from a client of one kind is a miss for clients of the other kind.
 
 The checksum detects bytes that a transport or a stale buffer changed. The digest and the hash detect the bytes of
 another block. XXH3 (https://xxhash.com) is not cryptographic: it protects against accidents. An attacker who can write

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a pool: number of calls, blocks by answer, bytes and seconds of each operation."""
+"""Counts, for Prometheus, the calls to a pool, their blocks by answer, and bytes and seconds of each operation."""
 
 from __future__ import annotations
 

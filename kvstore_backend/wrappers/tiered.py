@@ -83,7 +83,11 @@ class TieredBackend(StorageBackend):
         return self._large.get_for_all(keys, targets)
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Remove the keys that begin with ``prefix`` from the fast tier and from the queue for the large tier."""
+        """Remove the keys that begin with ``prefix`` from the fast tier and from the queue for the large tier.
+
+        Returns:
+            False if some copies may be left.
+        """
         is_dropped = self._large.drop_own_copies(prefix)
         return self._fast.clear(prefix) is Status.OK and is_dropped
 

@@ -1,4 +1,4 @@
-"""CacheSalts: a ``cache_salt`` for each client.
+"""CacheSalts: computes a ``cache_salt`` for each client, which separates the cached blocks of different clients.
 
 Without salts, a client could find out by timing whether another client's prompt is cached.
 

@@ -1,4 +1,4 @@
-"""Models: which models the instances serve, including LoRA adapters, and which model a request means.
+"""Models: finds out which models the instances serve, including LoRA adapters, and which model a request means.
 
 The router queries instances (``GET /v1/models``) before it selects them, and again periodically, because adapters are
 loaded and unloaded. An instance that does not list its models may serve any model. Names matter only if there are

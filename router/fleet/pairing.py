@@ -1,4 +1,4 @@
-"""Pairing: which prefill and decode instances may form a pair."""
+"""Pairing: decides which prefill and decode instances may form a pair."""
 
 from __future__ import annotations
 

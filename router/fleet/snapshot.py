@@ -59,7 +59,10 @@ class PersistentPolicy(Protocol):
 
 
 class OrderVersions(Protocol):
-    """The versions of the operator commands for each instance, across all routers; see ``sharing/records.py``."""
+    """Finds and records the version of the latest operator commands for each instance.
+
+    All processes and routers compare these versions (``sharing/records.py``).
+    """
 
     def find_orders_version(self, key: str) -> tuple[int, str]:
         """Return the version of the latest commands for an instance; (0, "") if there were none."""

@@ -1,4 +1,4 @@
-"""StoredResponses: which instance stores which response of ``/v1/responses``, by the response's id.
+"""StoredResponses: remembers which instance stores which response of ``/v1/responses``, by the response's id.
 
 A later request may continue a stored response (``previous_response_id``), read it or delete it. The router must send
 such a request to the instance that stores the response.

@@ -1,4 +1,4 @@
-"""Errors that a client of the router gets, as JSON bytes, in the format of the API that it uses.
+"""Encodes errors for clients of the router as JSON, in the format of the API that the client uses.
 
 OpenAI's format is ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``. Anthropic's, under
 ``/v1/messages``, is ``{"type": "error", "error": {"type": ..., "message": ...}}``; the router adds ``code``.

@@ -1,4 +1,4 @@
-"""Why an exchange with an instance failed.
+"""Exceptions that say why an exchange with an instance failed.
 
 ::
 

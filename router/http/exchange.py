@@ -1,8 +1,9 @@
-"""One request to one instance and its response, and the connection that carries them.
+"""Sends one request to one instance and reads its response; both together are an exchange.
 
-An exchange calls the methods of one ``Receiver`` and needs no task. Code that waits in a task uses a
-``ResponseReader``. ``Exchange.fail`` ends an exchange from outside at any moment, with an exception that the caller
-chooses, for example when the other leg of a pair fails or a timer fires. So no task has to be cancelled.
+A connection carries one exchange after another. An exchange calls the methods of one ``Receiver`` and needs no task.
+Code that waits in a task uses a ``ResponseReader``. ``Exchange.fail`` ends an exchange from outside at any moment, with
+an exception that the caller chooses, for example when the other leg of a pair fails or a timer fires. So no task has to
+be cancelled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scan of a large body before it is parsed.
+"""Scans a large body before it is parsed.
 
 While a body is parsed, the router does nothing else. The time for parsing depends mainly on the number of values, less
 on the number of bytes. So a large body is scanned in pieces before, and other work can run between the pieces. A body

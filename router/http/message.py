@@ -1,4 +1,4 @@
-"""Parts of an HTTP/1.1 message: address, headers, the head of a request, and a complete response."""
+"""Types for the parts of an HTTP/1.1 message: address, headers, the head of a request, and a complete response."""
 
 from __future__ import annotations
 

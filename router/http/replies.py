@@ -1,4 +1,4 @@
-"""Responses of the control plane: JSON values, and errors in the format of the client's API."""
+"""Builds responses of the control plane: JSON values, and errors in the format of the client's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The id of a request, which a client may send in the header ``X-Request-Id``."""
+"""Reads the id of a request, which a client may send in the header ``X-Request-Id``, and sends it back."""
 
 from __future__ import annotations
 

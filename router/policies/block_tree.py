@@ -391,7 +391,10 @@ class BlockTree:
             self._on_lost(run, run.hashes, end, last)
 
     def _name_run(self, run: Run) -> None:
-        """Compute the names of a run's blocks, as far as their tokens and the names of the blocks before are known."""
+        """Compute the names of a run's blocks from their tokens (see ``block_names``).
+
+        Stop at the first block whose tokens are not known, or whose previous block has no name.
+        """
         while run.unnamed:
             first, end, tokens = run.unnamed[0]
             name = _find_name_before(run, first)

@@ -103,7 +103,8 @@ class Hub:
         """Handle a message from a worker or from another router.
 
         Args:
-            source: the worker that sent the message; ``""`` if it came from another router, or from ``routers`` itself.
+            source: the worker that sent the message; ``""`` if it came from another router, or from ``self.routers``,
+                which for example reports that another router has ended.
             message: the type of the message and its parts.
         """
         match message:

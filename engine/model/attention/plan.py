@@ -1,4 +1,4 @@
-"""Tables of the blocks that sparse attention reads in one step.
+"""Makes the tables of the blocks that sparse attention reads in one step.
 
 Each sequence has a row with the indices of its blocks. All columns except the recalled blocks are known before a layer
 has chosen blocks::

@@ -1,4 +1,4 @@
-"""``--isolation``: whether a tenant learns from times to first token which prompts another tenant has sent.
+"""``--isolation``: measures whether a tenant learns from times to first token which prompts another tenant has sent.
 
 Both tenants send their requests through the recipe's router, each with its own API key. The victim sends half of the
 prompts. The attacker then sends all of them in random order, each once, and guesses that a prompt was sent before if

@@ -1,4 +1,4 @@
-"""The connector's counts in vLLM's log and in its metrics. vLLM gets the two classes from ``KVStoreConnector``."""
+"""Shows the connector's counts in vLLM's log and metrics. vLLM gets the two classes from ``KVStoreConnector``."""
 
 from __future__ import annotations
 

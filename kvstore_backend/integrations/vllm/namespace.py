@@ -1,4 +1,4 @@
-"""The namespace of a worker's blocks, the shardings that the worker can read, and facts for the manifest."""
+"""Builds the namespace of a worker's blocks, the family of shardings that it can read, and facts for the manifest."""
 
 from __future__ import annotations
 

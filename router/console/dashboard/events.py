@@ -1,4 +1,4 @@
-"""Events: the changes of the router, its instances and the pool's masters between two polls."""
+"""Finds events: changes of the router, its instances and the pool's masters between two polls."""
 
 from __future__ import annotations
 

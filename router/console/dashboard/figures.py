@@ -1,4 +1,4 @@
-"""Metrics of the router, of instances and of the pool's masters as plain data. This module sends no requests.
+"""Converts metrics of the router, of instances and of the pool's masters to plain data. Sends no requests.
 
 A counter increases during the lifetime of its process. ``history`` computes the increase between two polls.
 """

@@ -1,4 +1,4 @@
-"""History: the results of the last polls, and the increase of counters between them."""
+"""History: stores the results of the last polls, and computes the increase of counters between them."""
 
 from __future__ import annotations
 

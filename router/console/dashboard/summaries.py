@@ -1,4 +1,8 @@
-"""Computes further metrics from polled values: origins of prompts, outcomes of requests, quantiles."""
+"""Computes further metrics from polled values: origins of prompt tokens, outcomes of requests, quantiles.
+
+The origin of a prompt token is the place that its KV came from: the instance's own cache, the pool, a hand-over, or
+computation by the instance.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements of views: texts, tables, bars. All text that comes from outside this package is escaped."""
+"""Puts elements into views: texts, tables, bars. All text that comes from outside this package is escaped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Markup(ui.html):
 
 
 def put_html(content: str, tag: str = "div") -> Markup:
-    """Put an element with HTML from this package."""
+    """Put an element that shows ``content``, which is HTML. Escape text from outside this package before the call."""
     return Markup(content, tag)
 
 
