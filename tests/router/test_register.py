@@ -314,7 +314,9 @@ def test_the_commands_of_the_readme_put_a_router_before_a_server(
     [block] = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     server, port = stand_in(), free_port()
     install, start, register, ask = (
-        line.replace("9000", str(port)).replace("8000", str(server.port)) for line in block.splitlines()
+        line.replace("9000", str(port)).replace("8000", str(server.port))
+        for line in block.splitlines()
+        if not line.startswith("#")
     )
     assert install == "pip install ."
     programs = {
@@ -322,7 +324,7 @@ def test_the_commands_of_the_readme_put_a_router_before_a_server(
         "python": [sys.executable],
     }
     router_command, register_command = (
-        [*programs[name], *rest] for name, *rest in (shlex.split(line) for line in (start, register))
+        [*programs[name], *rest] for name, *rest in (shlex.split(line, comments=True) for line in (start, register))
     )
     with child(router_command, tmp_path / "router.log"), child(register_command, tmp_path / "register.log"):
 
