@@ -267,7 +267,7 @@ class CheckedBackend(Wrapper):
     def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
-        logger.warning("A block read from the pool failed its check (%s) and is not used: %s", reason, key)
+        logger.warning("A block read from the pool failed its check (wrong %s) and is not used: %s", reason, key)
 
 
 class _Fault(NamedTuple):

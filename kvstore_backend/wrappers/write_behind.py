@@ -343,7 +343,7 @@ class WriteBehindBackend(Wrapper):
     def _drop_blocks(self, keys: set[str], reason: str) -> None:
         if lost := len(self._blocks.keys() & keys):
             self.dropped[reason] += lost
-            logger.warning("%d blocks were not written to the pool (%s)", lost, reason)
+            logger.warning("%d blocks were not written to the pool; reason: %s", lost, reason)
         self._take_out(keys)
 
     def _take_out(self, keys: set[str]) -> None:
