@@ -123,7 +123,7 @@ class HandoverSender:
             return False
 
     def report_save(self, own_cached_tokens: int, pool_cached_tokens: int) -> None:
-        """Report to the decode instance that the blocks were saved to the pool, as far as possible."""
+        """Report to the decode instance that the save of the blocks has ended; some may not be in the pool."""
         self._send_or_keep("saved", own_cached_tokens=own_cached_tokens, pool_cached_tokens=pool_cached_tokens)
 
     def report_failure(self, reason: str) -> None:

@@ -34,7 +34,7 @@ _RECENT_SECONDS = 600.0
 
 
 class PlacedPrompt(NamedTuple):
-    """A prompt that an instance has processed, after its response."""
+    """A prompt that an instance has processed, and the times and token counts of the request, which has ended."""
 
     chunks: Sequence[int]
     """Hashes of the prompt's whole chunks."""

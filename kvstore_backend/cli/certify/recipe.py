@@ -267,7 +267,7 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def _check_members(where: str, members: Any, kind: type, *more: str, required: Sequence[str] = ()) -> None:
-    """Check that ``members`` is a mapping, and each name in it a field of the dataclass ``kind`` or one of ``more``."""
+    """Check that ``members`` is a mapping whose names are fields of the dataclass ``kind``, or are in ``more``."""
     names = [*(each.name for each in fields(kind)), *more]
     if not isinstance(members, dict):
         raise ConfigError(

@@ -85,7 +85,7 @@ class CachedBlocks:
         return [name for name in names if self._find(name) is not None][:most]
 
     def save_again(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Save those of the blocks ``names`` to the pool again that vLLM still caches.
+        """Save the blocks ``names`` to the pool again, except those that vLLM does not cache any more.
 
         Returns:
             The number of blocks that were saved again, and how many of them the pools of all ranks have now. If no step
