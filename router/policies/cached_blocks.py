@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from heapq import heappop, heappush
 from itertools import chain, count
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class CachedBlocks(BlockTree):
     """The cached blocks of one instance, and the prompts whose blocks they are."""
 
     def __init__(
-        self, drop_chunks: Callable[[Iterable[int]], None], clock: Callable[[], float] = time.monotonic
+        self, drop_chunks: Callable[[Sequence[int]], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:
@@ -86,6 +86,11 @@ class CachedBlocks(BlockTree):
         self._num_noted = 0
         self._named: list[tuple[PlacedPrompt, BlockHash]] = []
         """Prompts with a last block that another process has found, until the event for this block arrives."""
+
+    @property
+    def chunks(self) -> KeysView[int]:
+        """The prompt chunks that the instance is known to have cached."""
+        return self._run_of_chunk.keys()
 
     @property
     def is_settled(self) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 import time
 import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -39,8 +41,9 @@ _MAX_RETIRED_BITS = 256
 _MAX_NAMED_SETS = 4096
 # Number of unused nodes that are removed for each prompt that is added.
 _EXPIRED_AT_ONCE = 8
-# The set of dropped chunks of an instance is not reduced before it has this size.
-_MIN_DROPPED = 10_000
+# The dropped chunks are not reduced before there are this many. This processes every chunk in the index, so it is done
+# rarely.
+_MIN_DROPPED = 100_000
 
 
 class PrefixMatch(NamedTuple):
@@ -131,10 +134,12 @@ class PrefixIndex:
         self._names: list[str] = []  # the instance of each bit; "" if the instance was removed
         self._bits: dict[str, int] = {}
         self._named_sets: dict[int, tuple[str, ...]] = {}
-        self._dropped: dict[str, set[int]] = {}  # chunks that instances have evicted, although their nodes have the bit
-        self._max_dropped: dict[str, int] = {}
-        self._never_aged = 0  # bits of the instances that report what they evict
-        self._has_chunk: dict[str, Callable[[int], bool]] = {}  # for each of these instances, what it has
+        self._dropped: dict[int, int] = {}  # the instances that have evicted a chunk, although its node has their bits
+        self._max_dropped = _MIN_DROPPED
+        self._has_chunk: dict[str, Callable[[int], bool]] = {}  # what the instances have that report what they evict
+        self._numbering = 0  # is odd while the numbers of the bits change, and different after that
+        self._moved: list[_Node] | None = None  # the nodes that lost their first chunks since ``dump`` began
+        self._dumping = threading.Lock()
 
     def __len__(self) -> int:
         return self._num_chunks
@@ -150,39 +155,34 @@ class PrefixIndex:
         now = self._clock()
         own: dict[str, int] = {}
         ages = []
-        end, present = 0, -1
+        end, present, old_start = 0, -1, len(chunks)
         for start, node_end, node in self._find_nodes(chunks):
             age = now - node.used_at
             if age > self._lifetime:
                 break
             end = node_end
             ages.append((end, age))
+            if age > kept_seconds:
+                old_start = min(old_start, start)
+            if start and (ended := present & ~node.holders):
+                own.update(dict.fromkeys(self._name_holders(ended), start))
             present &= node.holders
-            if age <= kept_seconds:
-                if present:
-                    # Later nodes end later, and their sets are subsets of the earlier ones.
-                    own.update(dict.fromkeys(self._name_holders(present), end))
-                continue
-            present &= self._never_aged
-            for name in self._name_holders(present):
-                known = self._find_known_end(name, chunks, start, end)
-                if known > start:
-                    own[name] = known
-                if known < end:
-                    present &= ~self._bits[name]
+        if present > 0:
+            own.update(dict.fromkeys(self._name_holders(present), end))
+        if old_start < end:
+            for name in [name for name, own_end in own.items() if own_end > old_start]:
+                own[name] = self._find_known_end(name, chunks, old_start, own[name])
         if self._dropped:
-            for name in self._dropped.keys() & own.keys():
-                own[name] = _find_first(self._dropped[name], chunks, own[name])
-                if not own[name]:
-                    del own[name]
+            self._subtract_dropped(own, chunks[:end])
+        if 0 in own.values():
+            own = {name: own_end for name, own_end in own.items() if own_end}
         return PrefixMatch(end, own, ages)
 
     def add_chain(self, chunks: Sequence[int], key: str) -> None:
         """Record that the instance ``key`` has computed a prompt with these chunks, or will compute it now."""
         chunks = chunks[: self._max_entries // 2]
         now, bit = self._clock(), self._assign_bit(key)
-        if dropped := self._dropped.get(key):
-            dropped.difference_update(chunks)
+        self._remove_dropped(chunks, bit)
         self._remove_expired(now, _EXPIRED_AT_ONCE)
         path = []
         at = 0
@@ -205,48 +205,53 @@ class PrefixIndex:
 
     def forget_holder(self, key: str) -> None:
         """Record that the instance ``key`` has lost all its chunks. The pool still has them."""
-        self._dropped.pop(key, None)
         bit = self._bits.pop(key, 0)
         if not bit:
             return
         self._names[bit.bit_length() - 1] = ""
         self._named_sets.clear()
-        if self._never_aged & bit:
-            self._never_aged |= self._assign_bit(key)
         if len(self._names) - len(self._bits) > _MAX_RETIRED_BITS:
             self._renumber_bits()
 
-    def drop_chunks(self, chunks: Iterable[int], key: str) -> None:
+    def drop_chunks(self, chunks: Sequence[int], key: str) -> None:
         """Record that the instance ``key`` has lost these chunks. The pool still has them."""
-        dropped = self._dropped.setdefault(key, set())
-        dropped.update(chunks)
-        if len(dropped) > self._max_dropped.get(key, _MIN_DROPPED):
-            bit = self._bits.get(key, 0)
-            held = (node.chunks for node in self._list_nodes() if node.holders & bit)
-            dropped = self._dropped[key] = dropped.intersection(chain.from_iterable(held))
-            self._max_dropped[key] = max(_MIN_DROPPED, 2 * len(dropped))
+        bit = self._bits.get(key, 0)
+        if not bit:
+            return
+        dropped = self._dropped
+        for chunk in chunks:
+            dropped[chunk] = dropped.get(chunk, 0) | bit
+        for chunk in chunks:
+            node = self._parts[chunk & _PART_BITS].get(chunk)
+            if node is not None:  # the instance has lost all chunks of this node
+                node.holders &= ~bit
+                self._remove_dropped(node.chunks, bit)
+        if len(dropped) > self._max_dropped:
+            present = dropped.keys() & chain.from_iterable(node.chunks for node in self._list_nodes())
+            live = sum(self._bits.values())
+            self._dropped = {chunk: holders for chunk in present if (holders := dropped[chunk] & live)}
+            self._max_dropped = max(_MIN_DROPPED, 2 * len(self._dropped))
 
     def restore_chunks(self, chunks: Sequence[int], key: str) -> None:
         """Record that the instance ``key`` has the chunks of a prompt. Chunks that are not in the index are ignored."""
-        if dropped := self._dropped.get(key):
-            dropped.difference_update(chunks)
+        self._remove_dropped(chunks, self._assign_bit(key))
         for start, end, node in self._find_nodes(chunks):
             self._add_holder(node, end - start, key)
 
-    def restore_holder(self, key: str, has_chunk: Callable[[int], bool]) -> None:
+    def restore_holder(self, key: str, cached: AbstractSet[int]) -> None:
         """Record which chunks in the index the instance ``key`` has.
 
         Args:
-            has_chunk: returns whether the instance has a chunk. Then it has all chunks before this one, too.
+            cached: the chunks that the instance has. If it has a chunk, it has all chunks before this one, too.
         """
-        for node in self._list_nodes():
-            chunks = node.chunks
-            if has_chunk(chunks[-1]):
-                self._add_holder(node, len(chunks), key)
-            elif has_chunk(chunks[0]):
-                self._add_holder(node, bisect_left(chunks, True, key=lambda chunk: not has_chunk(chunk)), key)
-        if dropped := self._dropped.get(key):
-            dropped.difference_update([chunk for chunk in dropped if has_chunk(chunk)])
+        self._remove_dropped(cached, self._assign_bit(key))
+        for first in cached:
+            node = self._parts[first & _PART_BITS].get(first)
+            if node is not None:
+                count = len(node.chunks)
+                if node.chunks[-1] not in cached:
+                    count = bisect_left(node.chunks, True, key=lambda chunk: chunk not in cached)
+                self._add_holder(node, count, key)
 
     def set_aging(self, key: str, has_chunk: Callable[[int], bool] | None) -> None:
         """Set how the index finds out that the instance ``key`` has evicted a chunk.
@@ -256,42 +261,42 @@ class PrefixIndex:
                 after a time without use.
         """
         if has_chunk is None:
-            self._never_aged &= ~self._bits.get(key, 0)
             self._has_chunk.pop(key, None)
         else:
-            self._never_aged |= self._assign_bit(key)
             self._has_chunk[key] = has_chunk
 
     def dump(self) -> bytes:
         """Encode the index as bytes, which ``load`` reads after a restart of the router.
 
-        This may run in another thread than everything else. Then prompts that are added meanwhile may be missing. The
-        chunks that instances have dropped are not in the result, and count as theirs again.
+        This may run in another thread than everything else. Then prompts that are added meanwhile may be missing.
         """
-        names: list[str] | None = None
-        while names is not self._names:  # the numbers of the bits have changed meanwhile
-            names = self._names
-            rows = {node: node.read() for part in self._parts for node in part.copy().values()}
+        with self._dumping:
+            while True:
+                numbering = self._numbering
+                rows = self._read_rows()
+                names, dropped = self._names.copy(), self._dropped.copy()
+                if not numbering % 2 and numbering == self._numbering:
+                    break
+                time.sleep(0.001)
+        now = self._clock()
         places: dict[_Node, int] = {}  # a parent is before its children
-        for node in list(rows):
+        for node in rows:
             path = []
             above: _Node | None = node
             while above is not None and above not in places:
-                if above not in rows:  # it was a part of another node when that was read
-                    rows[above] = above.read()
                 path.append(above)
                 above = rows[above].parent
             places.update(zip(reversed(path), range(len(places), len(places) + len(path)), strict=True))
         ordered = [rows[node] for node in places]
-        names, now = self._names.copy(), self._clock()
         width = len(names) // 8 + 1
         parents = array("i", [-1 if each.parent is None else places[each.parent] for each in ordered])
         lengths = array("I", [len(each.chunks) for each in ordered])
         ages = array("d", [now - each.used_at for each in ordered])
-        sets = b"".join([each.holders.to_bytes(width, "little") for each in ordered])
+        holders = chain((each.holders for each in ordered), dropped.values())
+        sets = b"".join([each.to_bytes(width, "little") for each in holders])
         hashes = b"".join([each.chunks.tobytes() for each in ordered])
-        header = orjson.dumps({"names": names, "nodes": len(ordered)})
-        body = b"".join([_SIZE.pack(len(header)), header, parents, lengths, ages, sets, hashes])
+        header = orjson.dumps({"names": names, "nodes": len(ordered), "dropped": len(dropped)})
+        body = b"".join([_SIZE.pack(len(header)), header, parents, lengths, ages, sets, array("Q", dropped), hashes])
         return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
 
     def load(self, data: bytes) -> None:
@@ -309,19 +314,22 @@ class PrefixIndex:
         at = start + _SIZE.size
         end = at + _SIZE.unpack_from(data, start)[0]
         header = orjson.loads(view[at:end])
-        names, count, now = header["names"], header["nodes"], self._clock()
+        names, count, num_dropped, now = header["names"], header["nodes"], header["dropped"], self._clock()
         width = len(names) // 8 + 1
-        parents, lengths, ages, hashes = array("i"), array("I"), array("d"), array("Q")
+        parents, lengths, ages, dropped, hashes = array("i"), array("I"), array("d"), array("Q"), array("Q")
         for numbers in (parents, lengths, ages):
             at, end = end, end + numbers.itemsize * count
             numbers.frombytes(view[at:end])
-        at, end = end, end + width * count
+        at, end = end, end + width * (count + num_dropped)
         sets = [int.from_bytes(view[i : i + width], "little") for i in range(at, end, width)]
+        at, end = end, end + dropped.itemsize * num_dropped
+        dropped.frombytes(view[at:end])
         hashes.frombytes(view[end:])
         for place in reversed(range(count)):  # a parent may have been read before its child was used
             if (parent := parents[place]) >= 0:
                 ages[parent] = min(ages[parent], ages[place])
         starts = list(accumulate(lengths, initial=0))
+        self._numbering += 1
         self._clear()
         nodes: dict[int, _Node] = {}
         # From the newest to the oldest, as many as there is room for. A parent is never older than its children.
@@ -334,19 +342,34 @@ class PrefixIndex:
             node.link(self._ends.newer)
             self._count_in(node)
             nodes[place] = node
-        self._names, self._never_aged = names, 0
+        self._names = names
         self._bits = {name: 1 << place for place, name in enumerate(names) if name}
-        for key in self._has_chunk:
-            self._never_aged |= self._assign_bit(key)
+        self._dropped = dict(zip(dropped, sets[count:], strict=True))
+        self._max_dropped = max(_MIN_DROPPED, 2 * num_dropped)
+        self._numbering += 1
+
+    def _read_rows(self) -> dict[_Node, _Row]:
+        """Return what a snapshot stores of each node, although the nodes may be split meanwhile."""
+        moved = self._moved = []
+        rows = {node: node.read() for part in self._parts for node in part.copy().values()}
+        while moved:  # its part may have been read before it moved there, or it was read before a new parent
+            node = moved.pop()
+            rows[node] = node.read()
+        self._moved = None
+        for above in [row.parent for row in rows.values()]:
+            while above is not None and above not in rows:  # a new parent
+                rows[above] = above.read()
+                above = rows[above].parent
+        return rows
 
     def _clear(self) -> None:
+        for node in self._list_nodes():
+            del node.older, node.newer  # so that no cycles of references are left
         for part in self._parts:
             part.clear()
         self._ends.older = self._ends.newer = self._ends
         self._num_chunks = self._num_nodes = 0
         self._named_sets.clear()
-        self._dropped.clear()
-        self._max_dropped.clear()
 
     def _find_nodes(self, chunks: Sequence[int]) -> Iterator[tuple[int, int, _Node]]:
         """Yield the nodes of the leading chunks that the index has, each with the range of its chunks.
@@ -381,13 +404,14 @@ class PrefixIndex:
         """Make a new node of the first ``count`` chunks of a node; return it. The other chunks become its child."""
         head = _Node(node.chunks[:count], node.parent, node.holders, node.used_at)
         head.link(node.newer)
-        self._count_in(head)
-        if node.parent is not None:
-            node.parent.num_children -= 1
-        self._num_chunks -= len(node.chunks)
-        self._num_nodes -= 1
-        node.chunks, node.parent = node.chunks[count:], head
-        self._count_in(node)
+        node.chunks, node.parent, head.num_children = node.chunks[count:], head, 1
+        moved = self._moved
+        if moved is not None:  # before the head takes the place of the node, so that ``dump`` misses neither
+            moved.append(node)
+        for each in (node, head):
+            first = each.chunks[0]
+            self._parts[first & _PART_BITS][first] = each
+        self._num_nodes += 1
         return head
 
     def _count_in(self, node: _Node) -> None:
@@ -410,6 +434,29 @@ class PrefixIndex:
         self._num_nodes -= 1
         if node.parent is not None:
             node.parent.num_children -= 1
+        self._remove_dropped(node.chunks, -1)
+
+    def _remove_dropped(self, chunks: Iterable[int], holders: int) -> None:
+        """Record that a set of instances has not dropped these chunks."""
+        dropped = self._dropped
+        if dropped:
+            for chunk in dropped.keys() & chunks:
+                dropped[chunk] &= ~holders
+                if not dropped[chunk]:
+                    del dropped[chunk]
+
+    def _subtract_dropped(self, own: dict[str, int], chunks: Sequence[int]) -> None:
+        """Reduce the ``own`` of a match to the chunks before the first one that an instance has dropped."""
+        dropped, seen = self._dropped, 0
+        if dropped.keys().isdisjoint(chunks):
+            return
+        for place, chunk in enumerate(chunks):
+            holders = dropped.get(chunk, 0) & ~seen
+            if holders:
+                seen |= holders
+                for name in self._name_holders(holders):
+                    if own.get(name, 0) > place:
+                        own[name] = place
 
     def _remove_expired(self, now: float, most: int) -> None:
         """Remove up to ``most`` nodes that were not used for a lifetime."""
@@ -436,8 +483,10 @@ class PrefixIndex:
             node.holders |= bit
 
     def _find_known_end(self, name: str, chunks: Sequence[int], start: int, end: int) -> int:
-        """Return the index after the last of the chunks from ``start`` to ``end`` that the instance ``name`` has."""
-        has_chunk = self._has_chunk[name]
+        """Return the index after the last of the unused chunks from ``start`` to ``end`` that an instance still has."""
+        has_chunk = self._has_chunk.get(name)
+        if has_chunk is None:
+            return start
         if has_chunk(chunks[end - 1]):
             return end
         return bisect_left(chunks, True, start, end, key=lambda chunk: not has_chunk(chunk))
@@ -465,16 +514,22 @@ class PrefixIndex:
 
     def _renumber_bits(self) -> None:
         """Renumber the instances' bits without those of removed instances, so that sets stay small."""
+        self._numbering += 1
         moved = {old: 1 << new for new, old in enumerate(self._bits.values())}
         renumbered: dict[int, int] = {}
+
+        def renumber(holders: int) -> int:
+            if holders not in renumbered:
+                renumbered[holders] = sum(new for old, new in moved.items() if holders & old)
+            return renumbered[holders]
+
         for node in self._list_nodes():
-            if node.holders not in renumbered:
-                renumbered[node.holders] = sum(new for old, new in moved.items() if node.holders & old)
-            node.holders = renumbered[node.holders]
-        self._never_aged = sum(new for old, new in moved.items() if self._never_aged & old)
+            node.holders = renumber(node.holders)
+        self._dropped = {chunk: new for chunk, old in self._dropped.items() if (new := renumber(old))}
         self._names = list(self._bits)
         self._bits = {name: 1 << place for place, name in enumerate(self._names)}
         self._named_sets.clear()
+        self._numbering += 1
 
 
 def _count_common(chunks: Sequence[int], prompt: Sequence[int], at: int) -> int:
@@ -490,11 +545,3 @@ def _count_common(chunks: Sequence[int], prompt: Sequence[int], at: int) -> int:
         else:
             high = middle
     return low
-
-
-def _find_first(dropped: set[int], chunks: Sequence[int], end: int) -> int:
-    """Return the place of the first chunk before ``end`` that is in ``dropped``; ``end`` if there is none."""
-    leading = chunks[:end]
-    if dropped.isdisjoint(leading):
-        return end
-    return next(place for place, chunk in enumerate(leading) if chunk in dropped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from router.policies.base import DEFAULTS, Decision, Outcome, PolicyBase, PolicyOptions, RequestFeatures
@@ -56,7 +56,7 @@ class PrefixPolicy(PolicyBase):
     def watch_cache(self, key: str) -> CachedBlocks:
         """Return an empty ``CachedBlocks`` for an instance. The caller updates it with the instance's KV events."""
 
-        def drop_chunks(chunks: Iterable[int]) -> None:
+        def drop_chunks(chunks: Sequence[int]) -> None:
             self._index.drop_chunks(chunks, key)
 
         self.caches[key] = CachedBlocks(drop_chunks, self._clock)
@@ -78,7 +78,7 @@ class PrefixPolicy(PolicyBase):
         """Set whether all KV events of an instance up to now were applied."""
         cache = self.caches[key]
         if is_exact:
-            self._index.restore_holder(key, cache.has_chunk)  # ``forget_instance`` may have removed it from the index
+            self._index.restore_holder(key, cache.chunks)  # ``forget_instance`` may have removed it from the index
         cache.is_exact = is_exact
         self._index.set_aging(key, cache.has_chunk if is_exact else None)
 
@@ -131,9 +131,8 @@ class PrefixPolicy(PolicyBase):
 
     def empty_cache(self, key: str) -> None:
         """Delete all blocks of an instance, because its KV events report an empty cache."""
-        cache = self.caches[key]
-        cache.clear()
         self._index.forget_holder(key)
+        self.caches[key].clear()
         self._resume_points.forget(key)
 
     def forget_instance(self, key: str) -> None:

@@ -302,7 +302,7 @@ def test_a_chunk_is_lost_with_its_block_and_with_each_block_before_it(seed: int)
             cache.associate(PlacedPrompt(chunks, 10.0, b"", 10 * known, 0, 10 * known, 0.0, 1.0), hashes[known - 1])
             placed |= {chunk: hashes[: end + 1] for end, chunk in enumerate(chunks)}
         assert set(cache) == stored.keys()
-        assert set(cache._run_of_chunk) == placed.keys()
+        assert set(cache.chunks) == placed.keys()
 
 
 def test_a_prompt_of_another_process_is_associated_by_its_last_block() -> None:
@@ -323,7 +323,7 @@ def test_nothing_is_left_of_blocks_that_are_gone() -> None:
         placed.ask(words(chance, 100), "")
     placed.instance.clear()
     placed.cache.remove_blocks(list(placed.cache))
-    assert (len(placed.cache), list(placed.cache._run_of_chunk)) == (0, [])
+    assert (len(placed.cache), list(placed.cache.chunks)) == (0, [])
     names = ("_orphans", "_run_of_chunk", "_tips", "_leaves")
     sizes = [len(vars(placed.cache)[name]) for name in names]
     assert sizes == [0] * len(names)
@@ -349,7 +349,7 @@ def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
             cache.settle()
     cache.forget_copies()
     cache.remove_blocks(range(6))
-    assert (len(cache), list(cache._run_of_chunk), cache._by_name) == (0, [], {})
+    assert (len(cache), list(cache.chunks), cache._by_name) == (0, [], {})
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policies.prefix_index import PrefixIndex
+from router.policies.prefix_index import PrefixIndex, _Node
 
 # A tree of chains: the hash of a chunk names all that comes before it, as real ones do.
 _chains = st.lists(st.integers(0, 2), max_size=12).map(
@@ -190,6 +191,15 @@ def test_a_snapshot_that_another_thread_makes_has_all_that_was_there_before() ->
     assert all(other.look_up(prompt).own["a"] == 120 for prompt in prompts)
 
 
+def test_a_snapshot_says_which_chunks_were_dropped() -> None:
+    index, other = PrefixIndex(), PrefixIndex()
+    index.add_chain(range(10), "a")
+    index.add_chain(range(10), "b")
+    index.drop_chunks(range(5, 10), "a")
+    other.load(index.dump())
+    assert held(other, range(10)) == (10, {"a": 5, "b": 10})
+
+
 def test_an_empty_snapshot_is_a_snapshot() -> None:
     index = PrefixIndex()
     index.load(PrefixIndex().dump())
@@ -288,7 +298,7 @@ def test_it_knows_what_a_table_of_all_chunks_knows(events: list[tuple[Any, ...]]
                 holders.discard(argument)
         elif kind == "wait":
             now += argument
-        elif not index._dropped:  # it is not in a snapshot, because events are read again after a restart
+        else:
             index.load(index.dump())
         for each in asked:
             assert held(index, each) == model.look_up(each, now)
@@ -308,18 +318,166 @@ def test_an_instance_whose_cache_is_known_again_has_what_it_says(
         index.add_chain(chain, "b")
     index.drop_chunks([chunk for chain in known for chunk in chain], "a")
     cached = {chunk for chain in known for chunk in chain}
-    index.restore_holder("a", cached.__contains__)
+    index.restore_holder("a", cached)
     pool, own = held(index, asked)
     assert own.get("a", 0) == min(pool, leading(asked, cached))
 
 
-def test_chunks_that_an_instance_dropped_long_ago_need_no_memory() -> None:
+def test_chunks_that_an_instance_dropped_need_no_memory_when_their_node_is_dropped_or_removed() -> None:
     index = PrefixIndex(max_entries=1000)
     for start in range(0, 100_000, 20):
         index.add_chain(range(start, start + 20), "a")
-        index.drop_chunks(range(start, start + 20), "a")
-    assert len(index._dropped["a"]) <= 10_000
+        index.drop_chunks(range(start + 10, start + 20), "a")
+        if start % 40:
+            index.drop_chunks(range(start, start + 10), "a")
+    assert len(index._dropped) <= 500
     assert held(index, range(99_980, 100_000)) == (20, {})
+    assert held(index, range(99_960, 99_980)) == (20, {"a": 10})
+
+
+def test_dropped_chunks_that_are_not_in_the_index_need_bounded_memory() -> None:
+    index = PrefixIndex()
+    index.add_chain(range(20), "a")
+    index.drop_chunks(range(15, 20), "a")
+    for start in range(100, 1_000_000, 1000):
+        index.drop_chunks(range(start, start + 1000), "a")
+        assert len(index._dropped) <= 100_000
+    assert held(index, range(20)) == (20, {"a": 15})
+
+
+class CountedChunks(list[int]):
+    """A prompt that counts how many of its chunks are read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for chunk in super().__iter__():
+            self.num_read += 1
+            yield chunk
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return self
+        self.num_read += 1
+        return super().__getitem__(place)
+
+
+def test_instances_that_dropped_chunks_do_not_each_read_the_prompt() -> None:
+    index = PrefixIndex()
+    for number in range(100):
+        index.add_chain([*range(1000), 2000 + number, 3000 + number], f"{number}")
+        index.drop_chunks([3000 + number], f"{number}")
+    index.drop_chunks(range(990, 1000), "0")
+    prompt = CountedChunks(range(1000))
+    own = index.look_up(prompt).own
+    assert own == {"0": 990, **{f"{number}": 1000 for number in range(1, 100)}}
+    assert prompt.num_read < 5000
+
+
+def test_a_prompt_of_many_branches_names_each_instance_once() -> None:
+    class Counted(PrefixIndex):
+        num_named = 0
+
+        def _name_holders(self, holders: int) -> tuple[str, ...]:
+            names = super()._name_holders(holders)
+            self.num_named += len(names)
+            return names
+
+    index = Counted()
+    for end in range(1, 500):
+        index.add_chain([*range(end), 1000 + end], f"{end % 100}")
+    assert set(index.look_up(range(500)).own.values()) == set(range(400, 500))
+    assert index.num_named <= 100
+
+
+def test_an_instance_whose_small_cache_is_known_again_does_not_read_the_whole_index() -> None:
+    index = PrefixIndex()
+    for start in range(0, 10_000, 10):
+        index.add_chain(range(start, start + 10), "b")
+    cached = CountedSet(range(20, 35))
+    index.restore_holder("a", cached)
+    assert index.look_up(range(20, 30)).own == {"a": 10, "b": 10}
+    assert index.look_up(range(30, 40)).own == {"a": 5, "b": 10}
+    assert cached.num_asked < 100
+
+
+class CountedSet(set[int]):
+    """A set that counts how often it is asked for an element."""
+
+    num_asked = 0
+
+    def __contains__(self, element: object) -> bool:
+        self.num_asked += 1
+        return super().__contains__(element)
+
+
+class Interrupted(list[Any]):
+    """The parts of an index; something happens while they are read, as if another thread did it."""
+
+    def __init__(self, parts: list[Any], place: int, happen: Callable[[], None]) -> None:
+        super().__init__(parts)
+        self._place, self._happen = place, happen
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, part in enumerate(super().__iter__()):
+            if place == self._place:
+                self._place = -1
+                self._happen()
+            yield part
+
+
+@given(place=st.integers(0, 255), common=st.integers(1, 5), parts=st.permutations(range(0, 240, 40)))
+def test_a_prompt_that_branches_while_a_snapshot_is_made_is_in_it(place: int, common: int, parts: list[int]) -> None:
+    index, other = PrefixIndex(), PrefixIndex()
+    prompt = [256 * i + part for i, part in enumerate(parts)]
+    index.add_chain(prompt, "a")
+
+    def branch() -> None:
+        index.add_chain([*prompt[:common], 10_000, 10_255], "c")
+        index.add_chain([*prompt[:1], 20_000, 20_255], "c")
+
+    index._parts = Interrupted(index._parts, place, branch)
+    other.load(index.dump())
+    pool, own = held(other, prompt)
+    assert (pool, own["a"]) == (6, 6)
+
+
+def test_a_snapshot_names_the_right_instances_if_their_numbers_change_meanwhile() -> None:
+    with ThreadPoolExecutor(1) as thread:
+
+        class Encoded(PrefixIndex):
+            encoding: Future[bytes] | None = None
+
+            def _list_nodes(self) -> Iterator[_Node]:
+                for place, node in enumerate(super()._list_nodes()):
+                    if place == 50 and self.encoding is None:
+                        self.encoding = thread.submit(self.dump)
+                        wait([self.encoding], timeout=0.2)
+                    yield node
+
+        index, other = Encoded(), PrefixIndex()
+        for number in range(300):
+            index.add_chain([number], f"{number}")
+        for number in range(300 - 40):
+            index.forget_holder(f"{number}")
+        assert index.encoding is not None
+        other.load(index.encoding.result(timeout=30))
+    for number in range(300 - 40, 300):
+        assert held(other, [number]) == (1, {f"{number}": 1})
+
+
+def test_an_index_that_is_replaced_is_freed_without_the_garbage_collector() -> None:
+    index, empty = PrefixIndex(), PrefixIndex().dump()
+    gc.collect()
+    before = sum(isinstance(each, _Node) for each in gc.get_objects())
+    gc.disable()
+    try:
+        for number in range(100):
+            index.add_chain([*range(number), 1000 + number], "a")
+        index.load(empty)
+        assert sum(isinstance(each, _Node) for each in gc.get_objects()) == before
+    finally:
+        gc.enable()
 
 
 @given(chains=st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=30))
