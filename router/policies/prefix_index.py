@@ -91,16 +91,24 @@ class _Node:
         older, newer = self.older, self.newer
         older.newer, newer.older = newer, older
 
-    def read(self) -> _Row:
-        """Return what a snapshot stores. The parent fits the chunks: no other thread runs between these two."""
-        return _Row(self.parent, self.chunks, self.holders, self.used_at)
 
+class _Table:
+    """What a snapshot stores of each node.
 
-class _Row(NamedTuple):
-    parent: _Node | None
-    chunks: array[int]
-    holders: int
-    used_at: float
+    It has no object for each node, because the garbage collector would visit all of them, which stops every thread.
+    """
+
+    def __init__(self) -> None:
+        self.parents: dict[_Node, _Node | None] = {}
+        self.chunks: dict[_Node, array[int]] = {}
+        self.holders: dict[_Node, int] = {}
+        self.used_at: dict[_Node, float] = {}
+
+    def read(self, node: _Node) -> None:
+        """Read a node. The parent fits the chunks: no other thread runs between these two."""
+        parent, chunks = node.parent, node.chunks
+        self.parents[node], self.chunks[node] = parent, chunks
+        self.holders[node], self.used_at[node] = node.holders, node.used_at
 
 
 class PrefixIndex:
@@ -273,29 +281,31 @@ class PrefixIndex:
         with self._dumping:
             while True:
                 numbering = self._numbering
-                rows = self._read_rows()
+                table = self._read_nodes()
                 names, dropped = self._names.copy(), self._dropped.copy()
                 if not numbering % 2 and numbering == self._numbering:
                     break
                 time.sleep(0.001)
         now = self._clock()
         places: dict[_Node, int] = {}  # a parent is before its children
-        for node in rows:
+        for node in table.parents:
             path = []
             above: _Node | None = node
             while above is not None and above not in places:
                 path.append(above)
-                above = rows[above].parent
+                above = table.parents[above]
             places.update(zip(reversed(path), range(len(places), len(places) + len(path)), strict=True))
-        ordered = [rows[node] for node in places]
         width = len(names) // 8 + 1
-        parents = array("i", [-1 if each.parent is None else places[each.parent] for each in ordered])
-        lengths = array("I", [len(each.chunks) for each in ordered])
-        ages = array("d", [now - each.used_at for each in ordered])
-        holders = chain((each.holders for each in ordered), dropped.values())
+        parents = array("i")
+        for node in places:
+            above = table.parents[node]
+            parents.append(-1 if above is None else places[above])
+        lengths = array("I", [len(table.chunks[node]) for node in places])
+        ages = array("d", [now - table.used_at[node] for node in places])
+        holders = chain((table.holders[node] for node in places), dropped.values())
         sets = b"".join([each.to_bytes(width, "little") for each in holders])
-        hashes = b"".join([each.chunks.tobytes() for each in ordered])
-        header = orjson.dumps({"names": names, "nodes": len(ordered), "dropped": len(dropped)})
+        hashes = b"".join([table.chunks[node].tobytes() for node in places])
+        header = orjson.dumps({"names": names, "nodes": len(places), "dropped": len(dropped)})
         body = b"".join([_SIZE.pack(len(header)), header, parents, lengths, ages, sets, array("Q", dropped), hashes])
         return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
 
@@ -348,19 +358,21 @@ class PrefixIndex:
         self._max_dropped = max(_MIN_DROPPED, 2 * num_dropped)
         self._numbering += 1
 
-    def _read_rows(self) -> dict[_Node, _Row]:
-        """Return what a snapshot stores of each node, although the nodes may be split meanwhile."""
+    def _read_nodes(self) -> _Table:
+        """Read what a snapshot stores of each node, although the nodes may be split meanwhile."""
+        table = _Table()
         moved = self._moved = []
-        rows = {node: node.read() for part in self._parts for node in part.copy().values()}
+        for part in self._parts:
+            for node in part.copy().values():
+                table.read(node)
         while moved:  # its part may have been read before it moved there, or it was read before a new parent
-            node = moved.pop()
-            rows[node] = node.read()
+            table.read(moved.pop())
         self._moved = None
-        for above in [row.parent for row in rows.values()]:
-            while above is not None and above not in rows:  # a new parent
-                rows[above] = above.read()
-                above = rows[above].parent
-        return rows
+        for above in list(table.parents.values()):
+            while above is not None and above not in table.parents:  # a new parent
+                table.read(above)
+                above = table.parents[above]
+        return table
 
     def _clear(self) -> None:
         for node in self._list_nodes():

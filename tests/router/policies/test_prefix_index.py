@@ -466,6 +466,16 @@ def test_a_snapshot_names_the_right_instances_if_their_numbers_change_meanwhile(
         assert held(other, [number]) == (1, {f"{number}": 1})
 
 
+def test_a_snapshot_has_no_object_for_each_node_that_the_garbage_collector_would_visit() -> None:
+    index = PrefixIndex()
+    for number in range(20_000):
+        index.add_chain([number], "a")
+    gc.collect()
+    before = gc.get_stats()[0]["collections"]
+    index.dump()
+    assert gc.get_stats()[0]["collections"] - before <= 2
+
+
 def test_an_index_that_is_replaced_is_freed_without_the_garbage_collector() -> None:
     index, empty = PrefixIndex(), PrefixIndex().dump()
     gc.collect()
