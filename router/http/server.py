@@ -341,17 +341,15 @@ class RouterProtocol(HttpToolsProtocol):
     def _read_piece(self) -> None:
         """Parse one piece of the received data. Schedule the next piece, unless too many requests are waiting.
 
-        A body of known length is parsed in one step, because it cannot contain many requests or chunks.
+        A body of known length is parsed together with the piece in which it begins, because it cannot contain many
+        requests or chunks.
         """
         if self.transport.is_closing():
             self._unread = b""
             return
-        size = PIECE_BYTES
-        request: Any = self.cycle
-        if self._content_length and request is not None and request.more_body:
-            size = max(size, int(self._content_length) - self._body_bytes)
-        piece, self._unread = self._unread[:size], self._unread[size:]
-        self.data_received(piece, is_piece=True)
+        self._parse_unread(max(PIECE_BYTES, self._count_rest()))
+        if self._unread and not self.transport.is_closing() and (rest := self._count_rest()):
+            self._parse_unread(rest)
         self.flow.has_unread = bool(self._unread)
         if not self._unread:
             if len(self.pipeline) < MAX_PIPELINED and not self._has_untaken_body:
@@ -360,6 +358,17 @@ class RouterProtocol(HttpToolsProtocol):
         self.flow.pause_reading()
         if len(self.pipeline) < MAX_PIPELINED:
             self.loop.call_soon(self._read_piece)
+
+    def _parse_unread(self, size: int) -> None:
+        piece, self._unread = self._unread[:size], self._unread[size:]
+        self.data_received(piece, is_piece=True)
+
+    def _count_rest(self) -> int:
+        """Return how many bytes of the current request's body are missing; 0 if its length is unknown."""
+        request: Any = self.cycle
+        if not self._content_length or request is None or not request.more_body:
+            return 0
+        return int(self._content_length) - self._body_bytes
 
     def _refuse_unreadable(self, data: bytes) -> None:
         """Refuse a request whose bytes are not HTTP, and close the connection."""
