@@ -23,9 +23,9 @@ __all__ = ["PrefixSync"]
 _log = logging.getLogger("router.sharing.prefix_sync")
 
 SEND_SECONDS = 0.1
-# If this many chunks wait, they are sent at once. The peers add all chunks of a message in one step of their event loop.
-# This takes 0.1 microseconds for each chunk of a long prompt, and up to 3 if each prompt has only one.
-MAX_CHUNKS_WAITING = 2048
+# If this much waits, it is sent at once. (The peers add all prompts of a message in one step of their event loop, which
+# takes 3 microseconds for each prompt and 0.1 for each of its chunks.) Each prompt counts as so many chunks in addition.
+MAX_CHUNKS_WAITING, CHUNKS_PER_PROMPT = 2048, 16
 
 # For each role: the number of chunks that the policy knows, and its dump.
 _Prefixes = Mapping[str, Sequence[Any]]
@@ -62,7 +62,7 @@ class PrefixSync:
         placed = (role, key, chunks[-1])
         if placed not in self._placed:
             self._placed[placed] = array("Q", chunks).tobytes()
-            self._num_chunks += len(chunks)
+            self._num_chunks += len(chunks) + CHUNKS_PER_PROMPT
             if self._num_chunks >= MAX_CHUNKS_WAITING:
                 self._timer.cancel()
                 self._send_chains()
