@@ -24,7 +24,7 @@ _log = logging.getLogger("router.sharing.prefix_sync")
 
 SEND_SECONDS = 0.1
 # If this much waits, it is sent at once. (The peers add all prompts of a message in one step of their event loop, which
-# takes 3 microseconds for each prompt and 0.1 for each of its chunks.) Each prompt counts as so many chunks in addition.
+# takes 3 microseconds for each prompt and 0.1 for each chunk.) Each prompt counts as so many chunks in addition.
 MAX_CHUNKS_WAITING, CHUNKS_PER_PROMPT = 2048, 16
 
 # For each role: the number of chunks that the policy knows, and its dump.
