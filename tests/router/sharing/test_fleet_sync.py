@@ -465,7 +465,7 @@ def test_many_placed_prompts_are_sent_in_small_batches(monkeypatch: pytest.Monke
         await until(lambda: sum(sizes) == 100)
         return sizes
 
-    assert asyncio.run(run()) == [32, 32, 32, 4]
+    assert asyncio.run(run()) == [26, 26, 26, 22]
 
 
 async def leave(worker: RouterUnderTest) -> None:
