@@ -49,7 +49,7 @@ class Listener:
         on_computed: called with blocks of the prompt when their KV is final; the partly filled last block is included.
             Its arguments are the index of the first of these blocks, and the blocks. The listener gets one reference
             for each block, and releases it by ``EngineCore.release_blocks``. If the model has several groups of
-            layers, only the blocks in ``BlockGroups.list_held`` are passed, and the index is the one in that list.
+            layers, only the blocks in ``BlockGroups.list_held_blocks`` are passed. The index is the one in that list.
     """
 
     on_output: Callable[[TokenOutput], None]
@@ -504,7 +504,7 @@ class EngineCore:
         if self.scheduler.groups.is_full:
             blocks = sequence.block_table[first:last]
         else:
-            held = self.scheduler.groups.list_held(sequence.num_prompt_tokens)
+            held = self.scheduler.groups.list_held_blocks(sequence.num_prompt_tokens)
             last = bisect.bisect_left(held, last, key=lambda block: block[1])
             blocks = [sequence.tables[number].blocks[place] for number, place in held[first:last]]
         if first >= last:

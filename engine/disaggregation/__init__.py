@@ -34,7 +34,7 @@ receives an invalid message or "failed", it computes the prompt. In the same cas
 reservation if the request does not arrive at D in time.
 
 If the model has several groups of layers, "blocks" are the blocks of all groups that are needed after the prompt,
-ordered by place (``BlockGroups.list_held``). All bytes of a block are written, also if its layers do not use all.
+ordered by place (``BlockGroups.list_held_blocks``). All bytes of a block are written, even if its layers use only some.
 
 **When D uses the blocks of an ended hand-over again.** A write of P may still be in progress, and must not change a
 block that another sequence uses. So D waits until one of these is true:

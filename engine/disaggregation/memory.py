@@ -95,7 +95,7 @@ class BlockMemory:
             ValueError, KeyError, TypeError: the message does not have one address for each missing block of ``prompt``.
         """
         session, addresses, num_cached = message["session"], message["addresses"], message["num_cached"]
-        num_blocks = self._core.scheduler.groups.count_held(prompt.num_tokens)
+        num_blocks = self._core.scheduler.groups.count_held_blocks(prompt.num_tokens)
         if not 0 <= num_cached <= num_blocks or len(addresses) != num_blocks - num_cached:
             raise ValueError(
                 f"the prompt has {num_blocks} blocks, but the decode instance has sent {len(addresses)} addresses and "
@@ -111,7 +111,7 @@ class BlockMemory:
             not enough free blocks, or ``max_reserved`` would be exceeded.
         """
         reserved = self._num_requested + sum(len(incoming.blocks) for incoming in self._incoming.values())
-        wanted = self._core.scheduler.groups.count_held(prompt.num_tokens)
+        wanted = self._core.scheduler.groups.count_held_blocks(prompt.num_tokens)
         if reserved + wanted > self._max_reserved:
             return None
         loop = asyncio.get_running_loop()

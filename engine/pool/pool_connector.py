@@ -244,7 +244,7 @@ class PoolConnector:
         names = [
             name
             for number in reversed(range(len(groups)))
-            for name in groups.name_blocks(number, hashes, groups.list_needed(number, load.first, last))
+            for name in groups.name_blocks(number, hashes, groups.list_needed_blocks(number, load.first, last))
         ]
         load.num_wanted = len(names)
         if not load.num_reached and Status.FAILED in statuses:

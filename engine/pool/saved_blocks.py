@@ -92,7 +92,7 @@ class SavedBlocks:
 
     def withhold_blocks(self) -> None:
         """Mark all cached blocks so that they are not saved again, because an operator cleared the pool."""
-        self._ask(self._blocks.withhold_published)
+        self._ask(self._blocks.withhold_published_blocks)
 
     def _may_save(self, block_hash: bytes) -> bool:
         block = self._blocks.find_block(block_hash)

@@ -52,19 +52,19 @@ class BlockGroups:
         chosen = hashes[places.start : places.stop]
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 
-    def list_needed(self, number: int, first: int, last: int) -> range:
+    def list_needed_blocks(self, number: int, first: int, last: int) -> range:
         """Return the places of the blocks that group ``number`` needs to resume after ``last`` blocks.
 
         Places before ``first`` are left out.
         """
         return range(min(last, max(first, self.groups[number].find_first_needed(last * self.block_size))), last)
 
-    def count_held(self, num_tokens: int) -> int:
+    def count_held_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks, in all groups, that a sequence of ``num_tokens`` computed tokens needs."""
         end = -(-num_tokens // self.block_size)
         return sum(end - group.find_first_needed(num_tokens) for group in self.groups)
 
-    def list_held(self, num_tokens: int) -> list[tuple[int, int]]:
+    def list_held_blocks(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return group index and place of all blocks that a sequence of ``num_tokens`` computed tokens needs.
 
         The blocks are ordered by place. The last block of each group may be partly filled.

@@ -84,7 +84,7 @@ class BlockManager:
         """Return the block that is published under this hash, or None."""
         return self._block_of.get(block_hash)
 
-    def withhold_published(self) -> None:
+    def withhold_published_blocks(self) -> None:
         """Mark all published blocks as withheld: they are not saved to the pool until they are allocated again."""
         self._withheld.update(self._block_of.values())
 
@@ -192,7 +192,7 @@ class BlockManager:
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
         if self.events:
-            self.events.record_cleared()
+            self.events.record_clear()
         return count
 
     def _unpublish(self, block: int) -> None:
@@ -201,7 +201,7 @@ class BlockManager:
             del self._block_of[block_hash]
             self._hash_of[block] = None
             if self.events:
-                self.events.record_removed(block_hash)
+                self.events.record_removed_block(block_hash)
 
     def __repr__(self) -> str:
         held = self.num_blocks - len(self._unused)

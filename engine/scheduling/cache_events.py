@@ -38,7 +38,7 @@ class CacheEvents:
         self._events: list[Event] = []
         self._group_of: dict[bytes, int] = {}  # block name -> group index; empty if the model has one group
 
-    def record_stored(
+    def record_stored_blocks(
         self,
         sequence: Sequence,
         places: SequenceOf[int],
@@ -79,7 +79,7 @@ class CacheEvents:
                 self._group_of.update(dict.fromkeys(names, number))
             self._events.append(stored)
 
-    def record_removed(self, name: bytes) -> None:
+    def record_removed_block(self, name: bytes) -> None:
         """Record that the block with this name was removed from the prefix cache."""
         group, last = self._group_of.pop(name, None), self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.group_idx == group:
@@ -87,7 +87,7 @@ class CacheEvents:
         else:
             self._events.append(BlockRemoved([_shorten(name)], _MEDIUM, group))
 
-    def record_cleared(self) -> None:
+    def record_clear(self) -> None:
         """Record that all blocks were removed from the prefix cache."""
         self._events.append(AllBlocksCleared())
         self._group_of.clear()

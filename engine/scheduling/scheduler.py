@@ -64,7 +64,7 @@ class Reservation:
     reservation (``cancel_reservation``) when the other instance does not write to the blocks any more.
 
     Attributes:
-        blocks: the blocks for ``BlockGroups.list_held``, in that order.
+        blocks: the blocks for ``BlockGroups.list_held_blocks``, in that order.
         num_cached: number of leading ``blocks`` that come from the prefix cache and have KV already. The other instance
             writes the remaining blocks.
         num_full_cached: number of leading full blocks of the prompt that were found in the prefix cache.
@@ -145,7 +145,7 @@ class Scheduler:
         to_load = []
         if not self.groups.is_full:
             for sequence in self.running:
-                self._release_passed(sequence)
+                self._release_passed_blocks(sequence)
         self._fill_places()
         while self.waiting and self._num_holding < self._max_holding and self._give_blocks(self.waiting[0]):
             sequence = self.waiting.popleft()
@@ -174,12 +174,12 @@ class Scheduler:
             The reservation, or None if there are not enough blocks, or a sequence waits for blocks.
         """
         reserved = len({block for reservation in self.reservations for block in reservation.blocks})
-        num_blocks = self.groups.count_held(num_tokens)
+        num_blocks = self.groups.count_held_blocks(num_tokens)
         if reserved + num_blocks + self.longest_blocks > self.blocks.num_blocks:
             return None
         hashes = hashes[: num_tokens // self.block_size]  # the other instance may send more
         num_full_cached = self.groups.match_prefix(self.blocks, hashes) if self.prefix_caching else 0
-        held = self.groups.list_held(num_tokens)
+        held = self.groups.list_held_blocks(num_tokens)
         cached = [self.groups.name_block(number, hashes[place]) for number, place in held if place < num_full_cached]
         needed = num_blocks - len(cached)
         if self.waiting or not self._has_room(needed, cached):
@@ -201,7 +201,7 @@ class Scheduler:
         Raises:
             ValueError: the reservation is for a prompt of another length. It was cancelled.
         """
-        if len(reservation.blocks) != self.groups.count_held(sequence.num_prompt_tokens):
+        if len(reservation.blocks) != self.groups.count_held_blocks(sequence.num_prompt_tokens):
             self.cancel_reservation(reservation)
             sequence.state = State.FINISHED
             raise ValueError(
@@ -241,7 +241,7 @@ class Scheduler:
             sequence.state = State.FINISHED
             return
         sequence.num_computed += num_blocks * self.block_size
-        self._release_passed(sequence)  # blocks that were not loaded because no later token reads them
+        self._release_passed_blocks(sequence)  # blocks that were not loaded because no later token reads them
         self.publish_blocks(sequence)
         if usable:
             self._get_ready(sequence)
@@ -286,7 +286,7 @@ class Scheduler:
             if self.blocks.events:
                 group = (number, self.groups.groups[number]) if len(self.groups) > 1 else None
                 name_blocks = partial(self.groups.name_blocks, number, hashes)
-                self.blocks.events.record_stored(sequence, stored, name_blocks, group)
+                self.blocks.events.record_stored_blocks(sequence, stored, name_blocks, group)
         sequence.num_published = num_full
 
     def offload_blocks(self, sequence: Sequence, num_blocks: int) -> None:
@@ -347,13 +347,13 @@ class Scheduler:
         if last <= first:
             return
         for number, table in enumerate(sequence.tables):
-            places = self.groups.list_needed(number, first, last)
+            places = self.groups.list_needed_blocks(number, first, last)
             cached = self.blocks.take_cached_blocks(self.groups.name_blocks(number, hashes, places))
             self.blocks.release_blocks(table.blocks[places.start : places.stop])
             table.blocks[places.start : places.stop] = cached
         sequence.num_computed = last * self.block_size
         sequence.num_published = last
-        self._release_passed(sequence)
+        self._release_passed_blocks(sequence)
         if not sequence.num_preemptions:
             sequence.own_cached_tokens += (last - first) * self.block_size
             sequence.prompt_sources.append(("own cache", (last - first) * self.block_size))
@@ -367,7 +367,7 @@ class Scheduler:
         hashes = self._list_cacheable(sequence)
         num_cached = self.groups.match_prefix(self.blocks, hashes)
         num_new = -(-len(sequence.token_ids) // self.block_size) - num_cached
-        places = [self.groups.list_needed(number, 0, num_cached) for number in range(len(self.groups))]
+        places = [self.groups.list_needed_blocks(number, 0, num_cached) for number in range(len(self.groups))]
         names = [self.groups.name_blocks(number, hashes, each) for number, each in enumerate(places)]
         if not self._has_room(num_new * len(names), [name for each in names for name in each]):
             return False
@@ -388,11 +388,11 @@ class Scheduler:
         """Return the block tables of a sequence that gets ``blocks``, which were reserved for ``num_tokens`` tokens."""
         firsts = [group.find_first_needed(num_tokens) for group in self.groups.groups]
         tables = [BlockTable([_NO_BLOCK] * first, first) for first in firsts]
-        for (number, _), block in zip(self.groups.list_held(num_tokens), blocks, strict=True):
+        for (number, _), block in zip(self.groups.list_held_blocks(num_tokens), blocks, strict=True):
             tables[number].blocks.append(block)
         return tables
 
-    def _release_passed(self, sequence: Sequence) -> None:
+    def _release_passed_blocks(self, sequence: Sequence) -> None:
         """Release the blocks that no later token of ``sequence`` reads."""
         for group, table in zip(self.groups.groups, sequence.tables, strict=True):
             if group.kind != "full":

@@ -47,8 +47,8 @@ _NO_VERSION = (0, "")
 class PersistentPolicy(Protocol):
     """A policy that stores its state in the snapshot."""
 
-    def prepare_dump(self) -> Callable[[], bytes]:
-        """Return a function that encodes the present state of the policy. Any thread may call this function."""
+    def dump(self) -> bytes:
+        """Encode the state of the policy. This runs in another thread, while the policy chooses instances."""
 
     def load_dump(self, data: bytes) -> None:
         """Load the state of an earlier policy of the same name.
@@ -198,7 +198,7 @@ class Snapshot:
             ],
         }
         memories = {
-            role.value: (type(policy).__name__, policy.prepare_dump())
+            role.value: (type(policy).__name__, policy.dump)
             for role, policy in self._policies.items()
             if isinstance(policy, PersistentPolicy)
         }

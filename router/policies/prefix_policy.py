@@ -142,9 +142,9 @@ class PrefixPolicy(PolicyBase):
             self._index.forget_holder(key)
         self._resume_points.forget(key)
 
-    def prepare_dump(self) -> Callable[[], bytes]:
-        """See ``PersistentPolicy.prepare_dump``."""
-        return self._index.dump
+    def dump(self) -> bytes:
+        """See ``PersistentPolicy.dump``."""
+        return self._index.dump()
 
     def load_dump(self, data: bytes) -> None:
         """See ``PersistentPolicy.load_dump``.

@@ -23,8 +23,9 @@ __all__ = ["PrefixSync"]
 _log = logging.getLogger("router.sharing.prefix_sync")
 
 SEND_SECONDS = 0.1
-# If this much waits, it is sent at once. (The peers add all prompts of a message in one step of their event loop, which
-# takes 3 microseconds for each prompt and 0.1 for each chunk.) Each prompt counts as so many chunks in addition.
+# If this many chunks wait, they are sent at once. Each prompt counts as ``CHUNKS_PER_PROMPT`` more chunks. The peers add
+# all prompts of a message in one step of their event loop, which takes 3 microseconds for each prompt and 0.1 for each
+# chunk.
 MAX_CHUNKS_WAITING, CHUNKS_PER_PROMPT = 2048, 16
 
 # For each role: the number of chunks that the policy knows, and its dump.
@@ -87,5 +88,6 @@ class PrefixSync:
                 _log.warning("prefixes from another process are ignored: %r", exc)
 
     async def _dump_prefixes(self, _: None) -> _Prefixes:
-        dumps = {role: (policy.num_chunks, policy.prepare_dump()) for role, policy in self._policies.items()}
-        return {role: (number, await asyncio.to_thread(encode)) for role, (number, encode) in dumps.items()}
+        return {
+            role: (policy.num_chunks, await asyncio.to_thread(policy.dump)) for role, policy in self._policies.items()
+        }

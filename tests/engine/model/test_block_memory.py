@@ -12,7 +12,7 @@ from engine.disaggregation import BlockMemory
 from tests.engine.event_loop import in_event_loop
 
 # Blocks of one token, in one group of layers.
-SCHEDULER = SimpleNamespace(groups=SimpleNamespace(count_held=lambda num_tokens: num_tokens))
+SCHEDULER = SimpleNamespace(groups=SimpleNamespace(count_held_blocks=lambda num_tokens: num_tokens))
 
 
 @in_event_loop

@@ -171,7 +171,7 @@ class Batching(RuleBasedStateMachine):
         sequence = self.new(request)
         reservation = self.scheduler.reserve_blocks(sequence.hashes(), sequence.num_prompt_tokens)
         if reservation is not None:
-            assert len(reservation.blocks) == self.scheduler.groups.count_held(sequence.num_prompt_tokens)
+            assert len(reservation.blocks) == self.scheduler.groups.count_held_blocks(sequence.num_prompt_tokens)
             self.reserved[reservation] = sequence
 
     @precondition(lambda self: self.reserved)

@@ -8,7 +8,6 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,8 @@ class Remembers:
     def __init__(self, learned: bytes = b"") -> None:
         self.learned = learned
 
-    def prepare_dump(self) -> Callable[[], bytes]:
-        learned = self.learned
-        return lambda: learned
+    def dump(self) -> bytes:
+        return self.learned
 
     def load_dump(self, data: bytes) -> None:
         if data == b"\x00damaged":
@@ -340,12 +338,9 @@ def test_what_policies_remember_is_encoded_while_requests_go_on(path: Path) -> N
     encoded_by: list[threading.Thread] = []
 
     class Slow(Remembers):
-        def prepare_dump(self) -> Callable[[], bytes]:
-            def encode() -> bytes:
-                encoded_by.append(threading.current_thread())
-                return b"slow"
-
-            return encode
+        def dump(self) -> bytes:
+            encoded_by.append(threading.current_thread())
+            return b"slow"
 
     async def until_written() -> None:
         writing = asyncio.ensure_future(snapshot(path, policy=Slow()).keep_writing(0.01))
@@ -366,13 +361,10 @@ class Blocking(Remembers):
         self.encoding = threading.Event()
         self.released = threading.Event()
 
-    def prepare_dump(self) -> Callable[[], bytes]:
-        def encode() -> bytes:
-            self.encoding.set()
-            assert self.released.wait(10)
-            return b"learned"
-
-        return encode
+    def dump(self) -> bytes:
+        self.encoding.set()
+        assert self.released.wait(10)
+        return b"learned"
 
 
 def test_one_writing_ends_before_the_next_begins(path: Path) -> None:
@@ -399,10 +391,10 @@ def test_an_unexpected_failure_is_logged_and_the_next_writing_tried(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Flawed(Remembers):
-        def prepare_dump(self) -> Callable[[], bytes]:
+        def dump(self) -> bytes:
             if not caplog.records:
                 raise RuntimeError("a flaw")
-            return super().prepare_dump()
+            return super().dump()
 
     async def until_written() -> None:
         writing = asyncio.ensure_future(snapshot(path, policy=Flawed()).keep_writing(0.01))

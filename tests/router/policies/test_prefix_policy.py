@@ -19,7 +19,7 @@ def prompt(*chunks: int, tokens: int = 0) -> RequestFeatures:
 def test_what_was_learned_of_caches_outlives_the_router(name: str) -> None:
     policy, restarted = POLICIES[name](), POLICIES[name]()
     first = policy.choose_instance(prompt(1, 2, 3), instances(8)).key
-    restarted.load_dump(policy.prepare_dump()())  # type: ignore[attr-defined]
+    restarted.load_dump(policy.dump())  # type: ignore[attr-defined]
     decision = restarted.choose_instance(prompt(1, 2, 3), instances(8))
     assert (decision.key, decision.cached_tokens) == (first, 300)
 
