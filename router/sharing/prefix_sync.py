@@ -23,9 +23,9 @@ __all__ = ["PrefixSync"]
 _log = logging.getLogger("router.sharing.prefix_sync")
 
 SEND_SECONDS = 0.1
-# If this many chunks wait, they are sent at once. Each prompt counts as ``CHUNKS_PER_PROMPT`` more chunks. The peers add
-# all prompts of a message in one step of their event loop, which takes 3 microseconds for each prompt and 0.1 for each
-# chunk.
+# If this many chunks wait, they are sent at once. Each prompt counts as ``CHUNKS_PER_PROMPT`` more chunks. (The peers
+# add all prompts of a message in one step of their event loop, which takes 3 microseconds for each prompt and 0.1 for
+# each chunk.)
 MAX_CHUNKS_WAITING, CHUNKS_PER_PROMPT = 2048, 16
 
 # For each role: the number of chunks that the policy knows, and its dump.
