@@ -18,13 +18,15 @@ from typing import Any, cast
 
 import httpx
 import pytest
+import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.server import ServerState
 
 from kvcommon.http_limits import HEAD_BYTES, MAX_HEADERS
 from router.http.api_error import ApiError
-from router.http.server import MAX_PIPELINED, PIECE_BYTES, RouterProtocol, _Flow, path_of
+from router.http.server import MAX_PIPELINED, PIECE_BYTES, ClientRequest, RouterProtocol, _Flow, path_of
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, answers, never_answers, stalls
 from tests.support import plain_http
@@ -249,6 +251,42 @@ def test_what_the_control_plane_has_not_taken_of_a_body_pauses_the_reading() -> 
     protocol._unread = b"x"
     protocol._read_piece()
     assert paused == ["pause", "resume"]
+
+
+def test_a_body_is_parsed_in_the_same_step_as_its_head() -> None:
+    """In no later turn of the event loop, before which the work of other connections would come."""
+    sizes: list[int] = []
+
+    def serve(request: ClientRequest) -> None:
+        sizes.append(len(request.body))
+        request.send_response(200, [], b"")
+
+    plane = SimpleNamespace(
+        known_targets={},
+        max_body_bytes=LIMIT,
+        is_leaving=False,
+        takes=lambda path: True,
+        find_refusal=lambda headers: None,
+        serve=serve,
+    )
+    app: Any = SimpleNamespace(proxy=plane, cors=None)
+    transport: Any = SimpleNamespace(
+        get_extra_info=lambda name: None,
+        is_closing=lambda: False,
+        write=lambda data: None,
+        pause_reading=lambda: None,
+        resume_reading=lambda: None,
+    )
+
+    async def receive() -> None:
+        protocol = RouterProtocol(uvicorn.Config(app, interface="asgi3", log_config=None), ServerState(), {})
+        protocol.connection_made(transport)
+        protocol.data_received(request(b"{}") + request(bytes(LIMIT)) + request(bytes(LIMIT)))
+        assert sizes == [2, LIMIT]  # and what follows comes in a later turn
+        await asyncio.sleep(0)
+        assert sizes == [2, LIMIT, LIMIT]
+
+    asyncio.run(receive())
 
 
 def test_who_expects_to_continue_with_too_much_is_refused_before_it_sends_it(
