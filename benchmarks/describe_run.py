@@ -30,9 +30,11 @@ def describe_run(program: str, argv: Sequence[str] | None, begun: time.struct_ti
         load: the machine's load at that time.
     """
     libraries = [f"{name} {version(package)}" for name, package in _LIBRARIES.items()]
+    # The folder shows how Python was built: pyenv builds it without optimizations, Debian (/usr) with them.
+    python = f"Python {platform.python_version()} in {sys.base_prefix}"
     return {
         "date": time.strftime("%Y-%m-%d", begun),
         "command": shlex.join(["python", f"benchmarks/{program}", *(sys.argv[1:] if argv is None else argv)]),
         "machine": f"{platform.machine()}, {os.cpu_count()} processors, load {load:.1f} at the start",
-        "versions": ", ".join([f"kvstore {find_version()}", f"Python {platform.python_version()}", *libraries]),
+        "versions": ", ".join([f"kvstore {find_version()}", python, *libraries]),
     }
