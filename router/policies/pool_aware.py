@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from math import fsum
+from operator import attrgetter
 
 import xxhash
 
@@ -27,6 +29,8 @@ _MAX_ALPHA = 32.0
 _NEARLY_EQUAL = 0.1
 # Number of requests over which means are taken, approximately.
 _MEMORY = 100
+
+_get_queued = attrgetter("queued")
 
 _NO_MATCH = PrefixMatch(0, {}, [])
 
@@ -88,12 +92,15 @@ class PoolAware(PrefixPolicy):
         else:
             start = self._turns.taken % len(candidates)
             self._turns.taken += 1
-        chosen, least, queue, handicap = candidates[start], float("inf"), 0.0, 0.0
+        queues = [*map(_get_queued, candidates)]
+        # Without the handicap, no candidate costs less than this.
+        lower_bound = min(queues) - saving * max(own.values(), default=0)
+        chosen, least, handicap = candidates[start], float("inf"), 0.0
         handicap_step = _NEARLY_EQUAL * self._mean_work / len(candidates)
         for candidate in [*candidates[start:], *candidates[:start]]:
-            queued = candidate.queued
-            queue += queued
-            cost = queued + handicap - saving * own.get(candidate.key, 0)
+            if least <= lower_bound + handicap:
+                break  # the handicap grows, so that the other candidates cannot cost less
+            cost = candidate.queued + handicap - saving * own.get(candidate.key, 0)
             handicap += handicap_step
             if cost < least:
                 chosen, least = candidate, cost
@@ -111,7 +118,7 @@ class PoolAware(PrefixPolicy):
         cached_tokens = max(min(pool * per_chunk, prompt), own_tokens)
         pool_tokens = cached_tokens - own_tokens
         work = prompt - cached_tokens + fetch_cost * pool_tokens
-        self._mean_queue += (queue / len(candidates) - self._mean_queue) / _MEMORY
+        self._mean_queue += (fsum(queues) / len(queues) - self._mean_queue) / _MEMORY
         self._mean_work += (work - self._mean_work) / _MEMORY
         self._update_alpha()
         reasons: dict[str, float | str] = {
