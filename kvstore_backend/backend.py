@@ -223,7 +223,11 @@ class StorageBackend(abc.ABC):
 
 
 def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
-    """Raise ``ValueError`` if there is not one value for each key, or a value is empty or has an invalid span."""
+    """Raise ``ValueError`` if a call's keys or values are invalid.
+
+    There must be one value for each key. Each value must have at least one byte. Its spans (pieces of memory) must have
+    positive addresses, and sizes that are not negative.
+    """
     if len(keys) != len(values):
         raise ValueError(f"{len(keys)} keys but {len(values)} values; each key must have one value")
     for i, value in enumerate(values):

@@ -111,7 +111,7 @@ class _Handover:
             either: set[asyncio.Future[Any]] = {task, self._given_up}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise _GivenUp("the request has ended on this decode instance, or has not arrived there")
+                raise _GivenUp("the request has ended on this decode instance, or has not arrived here")
             return task.result()
         finally:
             if not task.done():

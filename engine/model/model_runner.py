@@ -67,7 +67,10 @@ class KVShape:
         return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
 
     def list_axes(self) -> list[tuple[str, int]]:
-        """Return the names in ``LAYOUT`` with the sizes of these axes; the size of the last axis is in bytes."""
+        """Return name and size of each axis of a block in memory, in the order of ``LAYOUT``, the outermost axis first.
+
+        The size of the last axis is in bytes, not in elements.
+        """
         sizes = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim * self.dtype.itemsize)
         return list(zip(LAYOUT.split(","), sizes, strict=True))
 
@@ -185,9 +188,10 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def update_weights(self, version: str = "") -> None:
-        """Load the weights that are now in the checkpoint's folder, and set ``namespace`` and ``family`` for them.
+        """Load the weights that are now in the checkpoint's folder. Then set ``namespace`` and ``family`` for them.
 
-        Do not call this while ``run`` is running.
+        ``namespace`` is that of this instance's blocks; ``family`` describes the shardings whose blocks this instance
+        can read. Do not call this method while ``run`` is running.
 
         Args:
             version: version of the new weights; "": the version in ``version.yaml``.

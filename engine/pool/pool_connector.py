@@ -184,7 +184,7 @@ class PoolConnector:
             present: number of leading blocks of the sequence that the pool has.
             num_blocks: number of blocks to read: ``present`` if the model has one group of layers, else the number of
                 blocks that all groups together need for ``present`` blocks of the sequence.
-            read_leading: reads leading blocks of the transfer.
+            read_leading: function that reads leading blocks of the load, and returns how many arrived.
 
         Returns:
             The number of blocks that arrived.

@@ -197,7 +197,10 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
 
 
 def context_cost(cards: int, kv_bytes: int | None, cards_per_model: int = 1) -> list[Finding]:
-    """Report by how many tokens the context becomes shorter when the memory factor is lowered for the cards' links.
+    """Report how many tokens of KV no longer fit after the memory factor is lowered.
+
+    The engine's memory factor is its share of a card's memory. It must be lowered because the HCCL links between the
+    pool's cards need memory.
 
     Args:
         cards: number of cards in the pool, at most ``_MAX_LINKS``.

@@ -190,7 +190,10 @@ def _find_drafting(value: object) -> object:
 
 
 def _find_compilation(value: object) -> object:
-    """Return the settings of graph optimization, except those of CUDA graphs: these launch the same kernels."""
+    """Return the settings of ``graph_optimization_config`` that can change the bytes of KV; None if there are none.
+
+    Settings of CUDA graphs cannot change them: the same kernels run with and without a graph.
+    """
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value

@@ -149,7 +149,10 @@ def _write_path(path: Path) -> str:
 
 
 def _digest_path(path: Path) -> str:
-    """Return a digest of a file or of all files in a folder; for the folder of a checkpoint, its fingerprint."""
+    """Return a digest of a file, or of the files directly in a folder.
+
+    For the folder of a checkpoint, return ``fingerprint_model``, which reads only samples of the weights.
+    """
     if path.is_dir() and not (path / "adapter_config.json").exists():
         try:
             return f"checkpoint {fingerprint_model(path)}"

@@ -126,7 +126,12 @@ class Ring:
         return buffer
 
     def _make(self, count: int, *, is_spare: bool) -> list[Buffer]:
-        """Allocate ``count`` buffers, one after another, in one piece of memory; ``is_spare`` as in ``Buffer``."""
+        """Allocate ``count`` buffers, one after another, in one piece of memory.
+
+        Args:
+            count: number of buffers.
+            is_spare: whether the buffer is allocated and registered alone, not with the other buffers of the ring.
+        """
         size = self._capacity * (HEADROOM_BYTES + self._nbytes)
         memory = self._device.allocate_host(count * size).split(size)
         numbers = self._device.allocate_host(count * self._capacity * 8).view(torch.int64).split(self._capacity)

@@ -241,11 +241,12 @@ class MooncakeStore(StorageBackend):
     def _find_larger_targets(
         self, keys: Sequence[str], wanted: list[int], codes: list[int | None], statuses: list[Status]
     ) -> None:
-        """Set ``statuses`` to ``ABSENT`` for values that have another size than the target.
+        """Set ``statuses`` to ``ABSENT`` for values that are smaller than their targets.
 
-        Mooncake returns ``_UNREACHABLE`` for a value smaller than its target, and for a value of a crashed owner. So
-        this method queries the size of one value after another. It stops at the first value of the wanted size, because
-        the owner of this value must have crashed.
+        Mooncake returns ``_UNREACHABLE`` in two cases: the value is smaller than its target, or the owner of the value
+        has crashed. The size shows which case it is, so this method queries one size after another. It stops at the
+        first value that has the wanted size, or whose size cannot be queried: then an owner has crashed or the store
+        fails, and the remaining values keep the status ``FAILED``.
         """
         for i in (i for i, code in enumerate(codes) if code == _UNREACHABLE):
             size = self._call_native([keys[i]], lambda asked: [self._native.get_size(asked[0])])[0]

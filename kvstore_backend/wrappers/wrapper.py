@@ -78,10 +78,11 @@ _NEVER_CALLED: list[Callable[[], None]] = []
 
 
 def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) -> None:
-    """Call ``take_back``, which makes memory usable again, on a new thread as soon as ``stack`` has no late call.
+    """Call ``take_back`` on a new thread as soon as ``stack`` has no late call.
 
-    Until then, a reference to ``take_back`` keeps this memory alive. If the late calls never end, or no thread can be
-    started, ``take_back`` is never called.
+    A late call has missed its deadline, but still runs and may use its caller's memory. ``take_back`` gives this memory
+    back to its owner. Until then, a reference to ``take_back`` keeps the memory alive. If a late call never ends, or no
+    thread can be started, ``take_back`` is never called.
     """
 
     def wait() -> None:

@@ -297,7 +297,7 @@ class AdmissionClient:
         return False
 
     async def enter(self, client: str, priority: int = 0, tokens: int = 0, body_bytes: int = 0) -> None:
-        """Wait until the supervisor admits the request of ``client``. The arguments are those of ``Admission.enter``.
+        """Wait until the supervisor admits the request of ``client``. ``Admission.enter`` describes the arguments.
 
         Raises:
             Refused: status 429: the queue is full, the request waited too long, or the client has used all its tokens.
@@ -320,7 +320,12 @@ class AdmissionClient:
         self.running += 1
 
     def leave(self, client: str, tokens: int = 0) -> None:
-        """Report to the supervisor that an admitted request of ``client`` has ended. See ``Admission.leave``."""
+        """Report to the supervisor that an admitted request of ``client`` has ended.
+
+        Args:
+            client: name of the client.
+            tokens: tokens used in addition to the estimate that was charged at admission; negative if fewer were used.
+        """
         self.running -= 1
         self._report_end(client, tokens)
 

@@ -182,7 +182,7 @@ class GatewayRequest(ClientRequest):
         return GatewayExchange(self, self._router.upstream, address, head, whole)
 
     def list_excluded(self) -> frozenset[str]:
-        """Return the keys of the instances that the gateway does not allow; see ``Gateway.list_excluded``."""
+        """Return the keys of the instances to which the gateway cannot send this request."""
         subset = self._subset
         if subset is None:
             return frozenset()
@@ -209,7 +209,7 @@ class GatewayRequest(ClientRequest):
         self._has_trailers = False
 
     def send_response(self, status: int, headers: Headers, body: bytes, lines: bytes = b"") -> None:
-        """Send a complete response; see ``ClientRequest.send_response``."""
+        """Send the gateway a complete response. ``ClientRequest.send_response`` describes the arguments."""
         length = [] if self.method == "HEAD" else [(b"content-length", b"%d" % len(body))]
         if length:
             headers = [header for header in headers if header[0] != b"content-length"]
@@ -217,7 +217,7 @@ class GatewayRequest(ClientRequest):
         self.finish_response(body)
 
     def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
-        """Send the head of a response; see ``ClientRequest.start_response``."""
+        """Send the gateway the head of a response. ``ClientRequest.start_response`` describes the arguments."""
         self.response_started = True
         headers = headers + _parse_lines(lines)
         if self._awaits_head and (not self._has_no_body or self.method == "HEAD"):

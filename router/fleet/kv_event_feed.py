@@ -184,7 +184,7 @@ class KvEventFeed:
         self._socket.close(linger=0)
 
     def settle(self) -> list[tuple[PlacedPrompt, BlockHash]]:
-        """Associate the waiting prompts with their blocks; see ``CachedBlocks.settle``."""
+        """Associate the waiting prompts with their blocks. Return each associated prompt, and its last block."""
         return self._policy.settle_cache(self._key)
 
     async def follow(self) -> None:

@@ -100,7 +100,7 @@ class Registry:
         return self._add_instance(instance)
 
     def forget_silent(self, now: float, expiry: float) -> list[Instance]:
-        """Remove and return the instances that are assumed to have ended; see ``Instance.is_silent``."""
+        """Remove and return the instances that were silent for ``expiry`` seconds, so that they have probably ended."""
         gone = [instance for instance in self._instances.values() if instance.is_silent(now, expiry)]
         for instance in gone:
             instance.log_change("health", logging.WARNING, "is gone", f"it has not registered for {expiry:g} s")

@@ -20,7 +20,10 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[\w-]{1,200})"')
 
 
 class StoredResponses:
-    """Index of the last ``MAX_RESPONSES`` stored responses, with the instance that stores each."""
+    """Index of the last ``MAX_RESPONSES`` stored responses, with the instance that stores each.
+
+    The tag of a client is a digest of its name (``access/auth.py``).
+    """
 
     def __init__(self, publish: Callable[[str, str, str], None]) -> None:
         """
@@ -45,7 +48,13 @@ class StoredResponses:
             self._publish(response_id, instance, owner)
 
     def add_response(self, response_id: str, instance: str, owner: str = "") -> None:
-        """Record that the instance with this key stores a response of the client with the tag ``owner``."""
+        """Record which instance stores a response.
+
+        Args:
+            response_id: id of the response.
+            instance: key of the instance.
+            owner: tag of the client that sent the request; ``""`` if clients have no API keys.
+        """
         self._instances[response_id] = instance, owner
         if len(self._instances) > MAX_RESPONSES:
             self._instances.popitem(last=False)

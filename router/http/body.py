@@ -390,10 +390,13 @@ def _members(data: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _members_of_long(data: bytes, hidden: bytes | None = None) -> Iterator[tuple[str, int, int]]:
-    """Yield the members of a long body, as ``_members`` does, in a time that does not grow with the number of values.
+    """Yield name, start and end of each member of a long JSON object, as ``_members`` does.
+
+    The time does not grow with the number of values in the members.
 
     Args:
-        hidden: ``data`` with its escapes hidden, if the caller has it.
+        data: the object.
+        hidden: the result of ``hide_escapes(data)``, if the caller has it.
     """
     hidden = hide_escapes(data) if hidden is None else hidden
     characters = np.frombuffer(hidden, np.uint8)

@@ -58,7 +58,14 @@ class ExchangeMaker(Protocol):
     def prepare_exchange(
         self, address: Address, head: PreparedHead, body: bytes | tuple[bytes, ...], fresh: bool = False
     ) -> Exchange:
-        """Return an exchange with the instance at ``address``; see ``ConnectionPool.prepare_exchange``."""
+        """Return an exchange with the instance at ``address``.
+
+        Args:
+            address: address of the instance.
+            head: head of the request. Several requests can share it.
+            body: body of the request, or its parts.
+            fresh: whether to open a new connection, and close it after the exchange.
+        """
 
 
 class Pool(Protocol):

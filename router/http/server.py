@@ -177,7 +177,7 @@ class ClientRequest:
         """Send a complete response. A ``content-length`` in ``headers`` is replaced, except for HEAD.
 
         Args:
-            lines: additional header lines.
+            lines: additional header lines, encoded.
         """
         is_head = self.method == "HEAD"
         head = [STATUS_LINE[status], self.added_head, lines]
@@ -194,7 +194,13 @@ class ClientRequest:
         self._complete_response()
 
     def start_response(self, status: int, headers: Headers, lines: bytes = b"") -> None:
-        """Send the head of a response. Pieces of its body follow. Arguments as in ``send_response``."""
+        """Send the status line and the headers of a response. The caller then sends the body, in pieces.
+
+        Args:
+            status: the response's status.
+            headers: the response's headers.
+            lines: additional header lines, encoded.
+        """
         head, length = [STATUS_LINE[status], self.added_head, lines], None
         for header in headers:
             head.append(b"%s: %s\r\n" % header)

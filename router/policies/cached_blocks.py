@@ -105,7 +105,7 @@ class CachedBlocks(BlockTree):
         tokens: Tokens = b"",
         seed: int = SEED,
     ) -> list[StoredBlocks]:
-        """Add a chain of blocks that the instance has stored; see ``BlockTree.store_blocks``."""
+        """Add a chain of blocks that the instance has stored. ``BlockTree.store_blocks`` describes the arguments."""
         now = self._clock()
         if now - self._turned_at > _RECENT_SECONDS:
             self._recent, self._less_recent, self._turned_at = {}, self._recent, now
@@ -115,7 +115,7 @@ class CachedBlocks(BlockTree):
         return stored
 
     def remove_blocks(self, hashes: Sequence[BlockHash]) -> None:
-        """Remove blocks that the instance has evicted; see ``BlockTree.remove_blocks``."""
+        """Remove blocks that the instance has evicted, and report the chunks that it has lost."""
         super().remove_blocks(hashes)
         if self._lost:
             lost, self._lost = self._lost, []
@@ -218,7 +218,11 @@ class CachedBlocks(BlockTree):
         return end, tip.tokens_per_chunk
 
     def _on_lost(self, run: Run, blocks: Sequence[BlockHash], end: int, last: Run | None) -> None:
-        """Remove the prompts' associations with blocks of ``run``; see ``BlockTree._on_lost``."""
+        """Forget that prompts have these blocks, and record the chunks that the instance has lost.
+
+        Called when blocks of ``run`` were evicted, or cannot be used, because a block before them was evicted.
+        ``BlockTree._on_lost`` describes the arguments.
+        """
         self._leaves.difference_update(blocks)
         for chunk in [chunk for chunk, chunk_end in run.chunks.items() if chunk_end > end]:
             del run.chunks[chunk], self._run_of_chunk[chunk]
@@ -267,13 +271,16 @@ class CachedBlocks(BlockTree):
         return self._descend(known, end)  # the whole prompt was cached, so its chain continues the known one
 
     def _list_stored(self, end: int, event_end: int, known: int | None, since: float) -> list[BlockHash]:
-        """Return the blocks that end at ``end`` tokens, were stored since a time, and may be the last one of a prompt.
+        """Return the blocks that may be the last whole block of a prompt.
 
-        Blocks that were removed after that may be the last one, too. Without them, a block of another prompt would fit.
+        The result also has blocks that the instance has evicted meanwhile. Without them, a block of another prompt
+        could look like the only match.
 
         Args:
-            event_end: end of the last block of the events that are searched.
-            known: the last associated chunk of the prompt; None if there is none.
+            end: number of tokens up to the end of the block.
+            event_end: number of tokens up to the end of an event's last block. Other events are not searched.
+            known: the last chunk of the prompt that is already associated with a block; None if there is none.
+            since: the instance stored the block at this time or later, by the policy's clock.
         """
         found: list[BlockHash] = []
         recent, less_recent = self._recent.get(event_end, ()), self._less_recent.get(event_end, ())

@@ -41,22 +41,23 @@ class PoolAware(PrefixPolicy):
     Queued tokens are the work that waits at the instance. Uncached tokens of the prompt are neither in the instance's
     own cache nor in the pool. Pool tokens are only in the pool.
 
-    **Alpha** is the cost of computing one token. Computing a token delays its own request, and all requests that arrive
-    before the queue is empty. Alpha is 1 without waiting requests, and grows with their number. Its unit is queued
-    tokens, so alpha is higher if a queued token takes less time than a computed token (an instance may prefill several
-    requests in parallel). Without waiting requests, the request's own time decides. At overload, alpha is high, and the
-    least total work decides, which shortens the queues.
+    **Alpha** is the cost of computing one token, in units of queued tokens. Computing a token delays its own request,
+    and all requests that arrive before the queue is empty. Alpha is 1 if no request waits and a queued token takes as
+    much time as a computed one. It grows with the number of waiting requests. It also grows if a queued token takes
+    less time than a computed one, because the instance prefills several requests in parallel. Without waiting requests,
+    the request's own time decides. At overload, alpha is high, and the least total work decides, which shortens the
+    queues.
 
     **Fetch cost** is the cost of a token from the pool, where computing the token costs 1. If the pool often lacks
     chunks that it should have (because it evicts them, or there is no pool), the fetch cost rises up to 1. Then only
     the instances' own caches count.
 
-    If several candidates have nearly the same cost, all requests of a session, and of sessions that it started, use the
-    same candidate. Requests without a session use these candidates in turn.
+    If several candidates have nearly the same cost, all requests of a session, and of its child sessions (sub-agents),
+    use the same candidate. Requests without a session use these candidates in turn.
 
-    The policy learns how long an instance caches unused chunks, from requests whose chunks were still cached or not. It
-    also learns for which prefixes an instance, or the pool, can use less than the instances have computed
-    (``ResumePoints``).
+    The policy learns how long an instance keeps a chunk that no request uses. It compares the prefix that it expected
+    in the cache with the cached tokens that the instance reports. It also learns for which prefixes an instance reuses
+    fewer chunks than it has computed (``ResumePoints``).
     """
 
     def __init__(self, options: PolicyOptions = DEFAULTS, clock: Callable[[], float] = time.monotonic) -> None:

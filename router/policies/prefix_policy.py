@@ -47,7 +47,7 @@ class PrefixPolicy(PolicyBase):
         self._add_chain = add_and_report
 
     def make_sibling(self: _AnyPolicy) -> _AnyPolicy:
-        """See ``Policy.make_sibling``."""
+        """Return a policy for requests of another model. It shares the index and the cached blocks with this policy."""
         sibling = super().make_sibling()
         sibling._index, sibling.note_chain, sibling._add_chain = self._index, self.note_chain, self._add_chain
         sibling.caches, sibling._resume_points = self.caches, self._resume_points
@@ -63,7 +63,11 @@ class PrefixPolicy(PolicyBase):
         return self.caches[key]
 
     def settle_cache(self, key: str) -> list[tuple[PlacedPrompt, BlockHash]]:
-        """Associate prompts with the cached blocks of an instance; see ``CachedBlocks.settle``."""
+        """Associate the waiting prompts with the cached blocks of an instance.
+
+        Returns:
+            Each prompt that was associated, and its last block.
+        """
         settled = self.caches[key].settle()
         for prompt, _ in settled:
             self._index.restore_chunks(prompt.chunks, key)  # the cache may have been emptied while the request ran
@@ -111,7 +115,7 @@ class PrefixPolicy(PolicyBase):
         return reasons, own_tokens
 
     def observe_outcome(self, request: RequestFeatures, decision: Decision, outcome: Outcome) -> None:
-        """See ``Policy.observe_outcome``."""
+        """Give the prompt of a request that has ended to the ``CachedBlocks`` of its instance."""
         cache = self.caches.get(decision.key)
         if cache is None or not outcome.prompt_tokens or not request.chunks:
             return
@@ -136,20 +140,26 @@ class PrefixPolicy(PolicyBase):
         self._resume_points.forget(key)
 
     def forget_instance(self, key: str) -> None:
-        """See ``Policy.forget_instance``. Nothing is deleted if KV events report exactly what the instance has."""
+        """Delete what is known about an instance's cache, because the instance has restarted or ended.
+
+        The index keeps the instance's chunks if KV events report exactly what the instance has.
+        """
         cache = self.caches.get(key)
         if cache is None or not cache.is_exact:
             self._index.forget_holder(key)
         self._resume_points.forget(key)
 
     def dump(self) -> bytes:
-        """See ``PersistentPolicy.dump``."""
+        """Encode the index of cached prefixes. This runs in another thread, while the policy chooses instances.
+
+        The router stores the result in its snapshot (``PersistentPolicy`` in ``fleet/snapshot.py``).
+        """
         return self._index.dump()
 
     def load_dump(self, data: bytes) -> None:
-        """See ``PersistentPolicy.load_dump``.
+        """Load the index that ``dump`` of an earlier policy has encoded.
 
         Raises:
-            ValueError: ``data`` cannot be used.
+            ValueError: ``data`` cannot be used. The index is unchanged.
         """
         self._index.load(data)

@@ -60,7 +60,7 @@ ABORTED = ApiError(409, "the request was aborted", "aborted")
 
 
 class Sent(enum.Enum):
-    """Kind of a request. It decides whether the request may be sent again."""
+    """Kind of a request. It decides whether a request that was sent to an instance may be sent again."""
 
     GENERATION = "generation"
     """A request for which tokens are generated: chat, completions, responses, messages."""

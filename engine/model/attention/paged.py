@@ -75,7 +75,8 @@ class PagedBatch:
         tables: the places of the tokens for each group of attention layers, by the index of the group.
         states: the places of the states for each group of convolution layers, by the index of the group.
         places: for each layer, the index of its group and its place in a block.
-        ignored_window: see ``LayerGroups.ignored_window``.
+        ignored_window: length of a sliding window that no sequence exceeds, so that its layers have full attention.
+            0: there is no such window.
         layers: the layers that were computed so far.
         scores_changed: whether one of these layers has soft-capping or sinks.
     """

@@ -166,9 +166,10 @@ class States:
 
 @dataclass(frozen=True)
 class _Row:
-    """A chunk in one group of attention layers, without the leading blocks that a window has passed.
+    """The KV that one chunk of a step reads in one group of attention layers.
 
-    Tokens are counted from the first block that is read.
+    With a sliding window, the leading blocks that lie before the window are left out. ``low`` and ``high`` are counted
+    from the first block that is read.
     """
 
     row: int  # position of the chunk's first token in the step's row of tokens

@@ -68,13 +68,13 @@ class CachedBlocks:
             del self._places[next(iter(self._places))]
 
     def forget_all(self) -> None:
-        """Drop all records of blocks: the same hashes may now mean other bytes. Called on the scheduler's thread."""
+        """Forget all blocks, because the same hashes may now mean other bytes. Called on the scheduler's thread."""
         self._places.clear()
 
     def withhold_blocks(self) -> None:
-        """Drop all records of blocks, because an operator cleared the pool. Called on the refill's thread.
+        """Forget all blocks, so that the refill does not save again what an operator has just cleared.
 
-        When the next request uses a cached block, vLLM saves and records the block again.
+        Called on the refill's thread. When the next request uses a cached block, vLLM saves the block again.
         """
         self._places = {}
 

@@ -242,7 +242,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not is_summed:  # blocks without checksums have another namespace, because other clients cannot check them
             namespace = replace(namespace, layout=f"{namespace.layout} unverified")
         logger.info("This worker's KV blocks have the namespace %s with the digest %s", namespace, namespace.digest)
-        logger.info("The KV blocks are on %s; their route to the pool is %s", memory.tensors[0].device, route)
+        path = "through host buffers (staged)" if route == "staged" else "without host buffers (direct)"
+        logger.info("The KV blocks are on %s; they pass to the pool %s", memory.tensors[0].device, path)
         # Blocks of another sharding are gathered by the host, which must be able to read and write the memory.
         family = None
         if is_summed and not isinstance(memory, GroupedMemory):

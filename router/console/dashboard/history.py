@@ -138,7 +138,7 @@ class History:
         return max(0, span.pieces - known)
 
     def count_span(self, span: Span, read: Callable[[Moment], Mapping[str, Mapping[K, float]]]) -> dict[K, float]:
-        """Return the increase of counters in a whole span. ``read`` is as in ``count_pieces``."""
+        """Return the increase of counters in a whole span. ``count_pieces`` describes the arguments."""
         total: dict[K, float] = {}
         for grown in self.count_pieces(span, read):
             _add_counts(total, grown)

@@ -141,8 +141,8 @@ class MooncakePair(Pair):
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
         _require_one_sequence(parsed)
         if parsed.api.may_end_early:
-            # If prefill's only token ends the response, it transfers nothing, and this API has no ``ignore_eos``.
-            raise NotAsPair("the API of the request has no ignore_eos", decode_serves_alone=True)
+            message = "this API has no ignore_eos: prefill transfers no KV if its only token ends the response"
+            raise NotAsPair(message, decode_serves_alone=True)
         engines = self._bootstrap.engines
         if not engines:
             raise NotReady(self._bootstrap.learn_engines)

@@ -193,7 +193,7 @@ class ParsedRequest:
         derive_salt: Callable[[str], str] | None,
         aliases: Mapping[str, str],
     ) -> None:
-        """Parse the body of a request for which tokens are generated. Arguments as in ``__init__``."""
+        """Parse the body of a request for which tokens are generated. ``__init__`` describes the arguments."""
         self.api = GENERATING[request.path]
         try:
             self.body = body = parse_inference(request.body, large)
