@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -525,8 +524,7 @@ def sampling_params(
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_k=defaults.top_k if body.top_k is None else max(body.top_k, 0),
         repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
-        # If the client gives no seed, each request gets a random one.
-        seed=secrets.randbits(62) if body.seed is None else body.seed,
+        seed=body.seed,
         stop=tuple(text for text in stop if text),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from engine.core import Prefilled
@@ -200,7 +200,14 @@ class HandoverReceiver:
                     "request %s: the prompt of the prefill instance differs; computing the prompt here", request_id
                 )
                 return None
-            return await handover.wait_for_result()
+            result = await handover.wait_for_result()
+            if result and result.prefilled and handover.prompt.sampling != prompt.sampling:
+                log.info(
+                    "request %s: the prefill instance sampled for another request with this id; sampling here",
+                    request_id,
+                )
+                return replace(result, prefilled=replace(result.prefilled, token=None, logprobs=None))
+            return result
         except asyncio.TimeoutError:
             log.warning(
                 "request %s: no prefill instance sent a message within %g s; computing the prompt here",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from engine.scheduling.request import Sequence, TokenLogprobs
+from engine.scheduling.request import SamplingParams, Sequence, TokenLogprobs
 from kvstore_backend.block_hash import extend_block_hashes, root_hash
 
 __all__ = [
@@ -41,23 +41,27 @@ class Prompt:
         hashes: the block hashes of the full blocks.
         digest: a digest of all tokens and of the ``cache_salt``. If it is equal in both instances, the prompts are
             equal. But ``num_tokens`` and ``hashes`` from another instance may still be wrong.
+        sampling: how the first token of the answer is sampled. Requests with one id may have the same prompt and differ
+            in this; then the KV is for both, but the token is not.
     """
 
     num_tokens: int
     hashes: tuple[bytes, ...]
     digest: str
+    sampling: str = field(compare=False)
 
     @classmethod
     def of_sequence(cls, sequence: Sequence) -> Prompt:
         """Return the description of the prompt of a sequence that was not submitted yet."""
         tokens, root = sequence.request.prompt_token_ids, root_hash(sequence.request.cache_salt)
         (digest,) = extend_block_hashes([], tokens, len(tokens), root)
-        return cls(len(tokens), tuple(sequence.hashes()), digest.hex())
+        sampling = _describe_sampling(sequence.request.params)
+        return cls(len(tokens), tuple(sequence.hashes()), digest.hex(), sampling)
 
     def to_message(self) -> dict[str, object]:
         """Return the members of a "begin" message that describe this prompt."""
         hashes = [block_hash.hex() for block_hash in self.hashes]
-        return {"num_tokens": self.num_tokens, "hashes": hashes, "digest": self.digest}
+        return {"num_tokens": self.num_tokens, "hashes": hashes, "digest": self.digest, "sampling": self.sampling}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Prompt:
@@ -71,7 +75,17 @@ class Prompt:
             raise ValueError(
                 f"num_tokens is {num_tokens!r} and digest is {digest!r}; they must be a positive number and a text"
             )
-        return cls(num_tokens, tuple(map(bytes.fromhex, message["hashes"])), digest)
+        return cls(num_tokens, tuple(map(bytes.fromhex, message["hashes"])), digest, str(message.get("sampling")))
+
+
+def _describe_sampling(params: SamplingParams) -> str:
+    """Return a text that is equal for two requests if both sample the first token, with its logprobs, in the same way.
+
+    It has no limits and no stop conditions, except the tokens that ``min_tokens`` excludes.
+    """
+    excluded = sorted(params.stop_token_ids) if params.min_tokens else None
+    rest = replace(params, max_tokens=1, min_tokens=0, stop=(), stop_token_ids=frozenset(), ignore_eos=False)
+    return f"{rest} {excluded}"
 
 
 def encode_logprobs(logprobs: TokenLogprobs | None) -> object:

@@ -252,9 +252,7 @@ def _find_best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
 def _draw_share(sequence: Sequence) -> float:
     """Return the random number in [0, 1) for the next token of a sequence. It is the same for all kinds of devices."""
-    seed = sequence.request.params.seed
-    assert seed is not None, "the entry point gives every sampled request a seed"
-    return random.Random((seed * 1_000_003 + len(sequence.token_ids)) % 2**63).random()
+    return random.Random((sequence.seed * 1_000_003 + len(sequence.token_ids)) % 2**63).random()
 
 
 def _count_logprobs(sequences: SequenceOf[Sequence], vocab_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import secrets
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ class SamplingParams:
         top_p: sample from the fewest most likely tokens with this total probability; 0: greedy, as in FastDeploy.
         top_k: sample from this number of most likely tokens; 0: from all tokens.
         repetition_penalty: a value above 1 makes tokens of the prompt and the answer less likely.
-        seed: seed of the random draws. The chosen token depends only on the seed, the position and the logits.
+        seed: seed of the random draws; None: each sequence gets a random one. The chosen token depends only on the
+            seed, the position and the logits.
         stop: strings that end the answer.
         stop_token_ids: tokens that end the answer.
         ignore_eos: whether the answer continues after the model's end tokens.
@@ -226,6 +228,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
         self._root = root_hash(self.request.cache_salt)
+        seed = self.request.params.seed
+        self.seed = secrets.randbits(62) if seed is None else seed
 
     @property
     def block_table(self) -> list[int]:

@@ -82,9 +82,18 @@ WAYS = pytest.mark.parametrize(
 # --- when all is well -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 2.0}, {"min_tokens": 9, "stop_token_ids": frozenset({5})}],
+    ids=["greedy", "without a seed", "min_tokens"],
+)
 @in_event_loop
 async def test_decode_answers_without_computing_the_prompt(
-    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path,
+    word_tokenizer: Any,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    params: dict[str, Any],
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         computed: list[int] = []
@@ -95,7 +104,8 @@ async def test_decode_answers_without_computing_the_prompt(
             return run(chunks)
 
         monkeypatch.setattr(pair.decode.engine.runner, "run", counting)
-        assert tokens_of(await pair.answer()) == expected
+        tokens = tokens_of(await pair.answer(**params))
+        assert tokens == expected or params
         assert computed == [1] * 11
         assert pair.decode.handed_over("direct") == 1
         assert (
@@ -153,6 +163,21 @@ async def test_sampling_goes_on_as_if_there_were_one_instance(
         first, expected = pieces[0].logprobs, outputs[0].logprobs
         assert (first and first.top[0][0]) == (expected and expected.top[0][0])
         assert (first and first.chosen) == pytest.approx(expected and expected.chosen, abs=1e-4)
+
+
+@in_event_loop
+async def test_no_request_gets_the_first_token_of_another_one_with_its_id(
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, expected: list[int]
+) -> None:
+    drawn: dict[str, Any] = {"temperature": 2.0, "seed": 3, "logprobs": 2}
+    alone = mixed.answer(PROMPT, 12, **drawn).wait()
+    assert alone[0] != expected[0]
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        (prefill, _), (_, decode) = pair.start(), pair.start(**drawn)
+        _, pieces = await asyncio.gather(all_of(prefill), all_of(decode))
+        assert tokens_of(pieces) == alone
+        assert all(piece.logprobs for piece in pieces)
+        assert pair.decode.handed_over("direct") == 1
 
 
 @in_event_loop

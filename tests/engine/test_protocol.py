@@ -502,11 +502,6 @@ def test_sampling_fields_keep_openais_meaning(
     assert {name: getattr(params, name) for name in expected} == expected
 
 
-def test_requests_without_a_seed_draw_differently() -> None:
-    body = parse_body(CompletionBody, b'{"prompt": "a"}')
-    assert len({sampling_params(body, max_tokens=1).seed for _ in range(20)}) == 20
-
-
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
