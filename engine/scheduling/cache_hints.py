@@ -9,9 +9,9 @@ content, it applies to the prompt up to the end of that message or part. OpenAI'
 ``prompt_cache_options`` apply to the whole prompt. With the mode ``explicit``, ``prompt_cache_options`` applies only to
 the prompt up to each part with ``prompt_cache_breakpoint``.
 
-The instance pins these blocks in the pool for the given time. A request with the hint starts the time again if half of it is
-over. A pool
-may still evict pinned blocks if all of its blocks are pinned. A pool that cannot pin blocks ignores hints.
+The instance pins these blocks in the pool for the given time. A request with the hint starts the time again if half
+of it is over. A pool may still evict pinned blocks if all of its blocks are pinned. A pool that cannot pin blocks
+ignores hints.
 """
 
 from __future__ import annotations
