@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -26,27 +29,6 @@ _steps = st.lists(
 
 def held(index: PrefixIndex, chain: Sequence[int]) -> tuple[int, dict[str, int]]:
     return index.look_up(chain)[:2]
-
-
-def leading(chain: list[int], known: set[int]) -> int:
-    return next((i for i, chunk in enumerate(chain) if chunk not in known), len(chain))
-
-
-@given(steps=_steps, asked=_chains)
-def test_it_knows_what_a_plain_set_for_each_instance_knows(steps: list[tuple[Any, ...]], asked: list[int]) -> None:
-    index = PrefixIndex()
-    pool: set[int] = set()
-    own: dict[str, set[int]] = {key: set() for key in "abcd"}
-    for step in steps:
-        if step[0] == "add":
-            index.add_chain(step[2], step[1])
-            pool |= set(step[2])
-            own[step[1]] |= set(step[2])
-        else:
-            index.forget_holder(step[1])
-            own[step[1]].clear()
-    expected = {key: leading(asked, chunks) for key, chunks in own.items()}
-    assert held(index, asked) == (leading(asked, pool), {key: n for key, n in expected.items() if n})
 
 
 @given(steps=_steps, chain=_chains.filter(len), turns=st.integers(0, 1))
@@ -154,14 +136,28 @@ def test_a_restarted_instance_holds_nothing_and_the_pool_still_does() -> None:
     assert held(index, [1, 2, 3]) == (3, {"b": 2})
 
 
-def test_many_restarts_leave_the_others_known() -> None:
+def test_many_restarts_leave_the_others_known_and_change_their_numbers_rarely() -> None:
     index = PrefixIndex()
-    index.add_chain([1, 2], "steady")
+    steady = [f"steady {number}" for number in range(150)]
+    for key in steady:
+        index.add_chain([1, 2], key)
     for restart in range(1000):
         index.add_chain([1, 2, 3], f"instance {restart}")
         index.forget_holder(f"instance {restart}")
-    assert held(index, [1, 2, 3]) == (3, {"steady": 2})
-    assert len(index._names) < 300
+    assert held(index, [1, 2, 3]) == (3, dict.fromkeys(steady, 2))
+    assert len(index._names) < 450
+    assert index._numbering <= 2 * 4
+
+
+def test_the_instances_names_are_cached_for_a_bounded_number_of_sets() -> None:
+    index = PrefixIndex()
+    for number in range(13):
+        index.add_chain([1], f"{number}")
+    for holders in range(1, 2**13):
+        names = index._name_holders(holders)
+        assert index._name_holders(holders) is names
+        assert len(index._named_sets) <= 4096
+    assert len(index._named_sets) > 1
 
 
 def test_a_snapshot_brings_all_back() -> None:
@@ -230,97 +226,155 @@ def test_a_damaged_snapshot_is_ignored(damage: int, cut: bool) -> None:
 
 
 def test_no_step_touches_a_large_part_of_the_index() -> None:
-    index = PrefixIndex(max_entries=500_000)
-    for start in range(0, 900_000, 5):
-        index.add_chain([random.Random(start + i).getrandbits(64) for i in range(5)], "a")
+    index, hashes = PrefixIndex(max_entries=500_000), random.Random(0)
+    for _ in range(180_000):
+        index.add_chain([hashes.getrandbits(64) for _ in range(5)], "a")
     assert index._num_nodes > 90_000
     assert max(map(len, index._parts)) < 600  # one of them grows at a time
 
 
-_own = st.sampled_from("ab")
-_events = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), _keys, _chains),
-        st.tuples(st.just("drop"), _own, _chains, st.integers(0, 11)),
-        st.tuples(st.just("restore"), _own, _chains),
-        st.tuples(st.just("forget"), _keys, st.none()),
-        st.tuples(st.just("wait"), st.floats(0.0, 60.0), st.none()),
-        st.tuples(st.just("snapshot"), st.none(), st.none()),
-    ),
-    max_size=40,
-)
-
-
 class Model:
-    """Each chunk with the time of its last use and the instances that have it; nothing is removed."""
+    """A table of all chunks in an index: the time of their last use, and the instances that have them.
 
-    def __init__(self) -> None:
+    It makes random prompts, which have common beginnings.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lifetime = self.random.choice([5.0, 100.0])
+        self.now = 0.0
         self.used_at: dict[int, float] = {}
         self.holders: dict[int, set[str]] = {}
+        self.caches: dict[str, set[int]] = {}  # of the instances that report what they evict
+        self.choices_of: dict[int, tuple[int, ...]] = {}  # of all chunks that were ever made
 
-    def lacks(self, chunk: int, now: float) -> bool:
-        return chunk not in self.used_at or now - self.used_at[chunk] > 100.0
+    def make_prompt(self) -> list[int]:
+        straight = self.random.random()
+        choices = [
+            0 if self.random.random() < straight else self.random.randint(1, 2)
+            for _ in range(self.random.randint(0, 14))
+        ]
+        prompt = []
+        for end in range(1, len(choices) + 1):
+            prompt.append(hash(tuple(choices[:end])) % 2**64)
+            self.choices_of[prompt[-1]] = tuple(choices[:end])
+        return prompt
 
-    def add(self, chain: list[int], key: str, now: float) -> None:
-        for chunk in chain:
-            if self.lacks(chunk, now):
+    def make_cache(self) -> set[int]:
+        return {chunk for _ in range(self.random.randint(0, 3)) for chunk in self.make_prompt()}
+
+    def list_subtree(self, chunk: int) -> list[int]:
+        """Return a chunk and all chunks after it, in random order."""
+        top = self.choices_of[chunk]
+        chunks = [each for each, choices in self.choices_of.items() if choices[: len(top)] == top]
+        self.random.shuffle(chunks)
+        return chunks
+
+    def add(self, prompt: Sequence[int], key: str) -> None:
+        for chunk in prompt:
+            if not self.has(chunk):
                 self.holders[chunk] = set()
-            self.used_at[chunk] = now
+            self.used_at[chunk] = self.now
             self.holders[chunk].add(key)
 
-    def look_up(self, chain: list[int], now: float) -> tuple[int, dict[str, int]]:
-        pool = next((place for place, chunk in enumerate(chain) if self.lacks(chunk, now)), len(chain))
-        own = {key: next((i for i in range(pool) if key not in self.holders[chain[i]]), pool) for key in "abcd"}
+    def has(self, chunk: int) -> bool:
+        return chunk in self.used_at and self.now - self.used_at[chunk] <= self.lifetime
+
+    def holds(self, key: str, chunk: int, kept_seconds: float) -> bool:
+        is_kept = self.now - self.used_at[chunk] <= kept_seconds or chunk in self.caches.get(key, ())
+        return key in self.holders[chunk] and is_kept
+
+    def look_up(self, prompt: Sequence[int], kept_seconds: float) -> tuple[int, dict[str, int]]:
+        pool = next((end for end, chunk in enumerate(prompt) if not self.has(chunk)), len(prompt))
+        own = {
+            key: next((end for end in range(pool) if not self.holds(key, prompt[end], kept_seconds)), pool)
+            for key in "abcde"
+        }
         return pool, {key: end for key, end in own.items() if end}
 
-
-@given(events=_events, asked=st.lists(_chains, min_size=1, max_size=4))
-def test_it_knows_what_a_table_of_all_chunks_knows(events: list[tuple[Any, ...]], asked: list[list[int]]) -> None:
-    now = 0.0
-    index, model = PrefixIndex(lifetime_seconds=100.0, clock=lambda: now), Model()
-    for kind, argument, chain, *more in events:
-        if kind == "add":
-            index.add_chain(chain, argument)
-            model.add(chain, argument, now)
-        elif kind == "drop":
-            index.drop_chunks(chain[more[0] :], argument)  # an instance has no chunk without those before it
-            for chunk in chain[more[0] :]:
-                model.holders.get(chunk, set()).discard(argument)
-        elif kind == "restore":
-            index.restore_chunks(chain, argument)
-            for chunk in chain:
-                if chunk not in model.holders:
-                    break
-                model.holders[chunk].add(argument)
-        elif kind == "forget":
-            index.forget_holder(argument)
-            for holders in model.holders.values():
-                holders.discard(argument)
-        elif kind == "wait":
-            now += argument
-        else:
-            index.load(index.dump())
-        for each in asked:
-            assert held(index, each) == model.look_up(each, now)
-    assert len(index) == sum(len(node.chunks) for node in index._list_nodes())
-    assert index._num_nodes == sum(map(len, index._parts)) == len(list(index._list_nodes()))
-    for node in index._list_nodes():
-        children = [child for child in index._list_nodes() if child.parent is node]
-        assert node.num_children == len(children)
+    def remove_missing(self, index: PrefixIndex) -> None:
+        """Remove the chunks that the index has removed. Test that they were not used for the longest time."""
+        present = {chunk for node in index._list_nodes() for chunk in node.chunks}
+        removed = self.used_at.keys() - present
+        assert present <= self.used_at.keys()
+        assert max(map(self.used_at.__getitem__, removed), default=0.0) <= min(
+            map(self.used_at.__getitem__, present), default=self.now
+        )
+        for chunk in removed:
+            del self.used_at[chunk], self.holders[chunk]
 
 
-@given(chains=st.lists(_chains, max_size=8), known=st.lists(_chains, max_size=4), asked=_chains)
-def test_an_instance_whose_cache_is_known_again_has_what_it_says(
-    chains: list[list[int]], known: list[list[int]], asked: list[int]
-) -> None:
-    index = PrefixIndex()
-    for chain in chains:
-        index.add_chain(chain, "b")
-    index.drop_chunks([chunk for chain in known for chunk in chain], "a")
-    cached = {chunk for chain in known for chunk in chain}
-    index.restore_holder("a", cached)
-    pool, own = held(index, asked)
-    assert own.get("a", 0) == min(pool, leading(asked, cached))
+def check_nodes(index: PrefixIndex) -> None:
+    """Test that the tree, the list and the counts of the nodes agree."""
+    nodes = list(index._list_nodes())
+    places = {node: place for place, node in enumerate(nodes)}
+    assert len(index) == sum(len(node.chunks) for node in nodes)
+    assert index._num_nodes == len(nodes) == sum(map(len, index._parts))
+    children = Counter(node.parent for node in nodes)
+    for place, node in enumerate(nodes):
+        assert index._parts[node.chunks[0] % 256][node.chunks[0]] is node
+        assert node.num_children == children[node]
+        assert node.parent is None or places[node.parent] < place
+        assert place == 0 or node.used_at <= nodes[place - 1].used_at
+
+
+@pytest.mark.parametrize("max_entries", [2, 10, 30, 60, 10_000])
+def test_it_knows_what_a_table_of_all_chunks_knows(max_entries: int) -> None:
+    for seed in range(40):
+        play(Model(seed), max_entries)
+
+
+def play(model: Model, max_entries: int) -> None:
+    """Do the same random operations with an index and a model, and compare them after each one."""
+    index = PrefixIndex(max_entries, model.lifetime, lambda: model.now)
+    rng = model.random
+    for _ in range(60):
+        key, prompt = rng.choice("abcde"), model.make_prompt()
+        match rng.choices(range(10), [20, 10, 6, 4, 2, 6, 2, 2, 2, 1])[0]:
+            case 0:
+                index.add_chain(prompt, key)
+                model.add(prompt[: max_entries // 2], key)
+                assert len(index) <= max_entries
+                assert index._num_nodes <= max(max_entries // 5, len(list(index._find_nodes(prompt))))
+            case 1 if prompt:
+                dropped = model.list_subtree(rng.choice(prompt))
+                index.drop_chunks(dropped, key)
+                for chunk in model.holders.keys() & dropped:
+                    model.holders[chunk].discard(key)
+            case 2:
+                index.restore_chunks(prompt, key)
+                for chunk in takewhile(model.holders.__contains__, prompt):
+                    model.holders[chunk].add(key)
+            case 3:
+                cached = model.make_cache()
+                index.restore_holder(key, cached)
+                for chunk in model.holders.keys() & cached:
+                    model.holders[chunk].add(key)
+            case 4:
+                index.forget_holder(key)
+                for holders in model.holders.values():
+                    holders.discard(key)
+            case 5:
+                model.now += rng.choice([0.0, 5 * rng.random(), model.lifetime * rng.random()])
+            case 6:
+                model.caches[key] = model.make_cache()
+                index.set_aging(key, model.caches[key].__contains__)
+            case 7:
+                model.caches.pop(key, None)
+                index.set_aging(key, None)
+            case 8:
+                index.load(index.dump())
+            case 9:
+                index._renumber_bits()
+        model.remove_missing(index)
+        check_nodes(index)
+        for _ in range(3):
+            asked, kept_seconds = model.make_prompt(), rng.choice([math.inf, model.lifetime / 3, 1.0])
+            pool, own, ages = index.look_up(asked, kept_seconds)
+            assert (pool, own) == model.look_up(asked, kept_seconds)
+            starts = [0, *(end for end, _ in ages)]
+            each_age = [age for start, (end, age) in zip(starts, ages, strict=False) for _ in range(start, end)]
+            assert each_age == pytest.approx([model.now - model.used_at[chunk] for chunk in asked[:pool]])
 
 
 def test_chunks_that_an_instance_dropped_need_no_memory_when_their_node_is_dropped_or_removed() -> None:
@@ -476,8 +530,8 @@ def test_a_snapshot_has_no_object_for_each_node_that_the_garbage_collector_would
     assert gc.get_stats()[0]["collections"] - before <= 2
 
 
-def test_an_index_that_is_replaced_is_freed_without_the_garbage_collector() -> None:
-    index, empty = PrefixIndex(), PrefixIndex().dump()
+def test_nodes_that_are_removed_or_replaced_are_freed_without_the_garbage_collector() -> None:
+    index, empty = PrefixIndex(max_entries=100), PrefixIndex().dump()
     gc.collect()
     before = sum(isinstance(each, _Node) for each in gc.get_objects())
     gc.disable()
