@@ -38,11 +38,12 @@ _NUM_PARTS = 256
 _PART_BITS = _NUM_PARTS - 1
 # Maximum number of bits that belong to removed instances. Reusing them processes every node, so it is done rarely.
 _MAX_RETIRED_BITS = 256
+# Maximum number of sets for which the instances' names are cached.
 _MAX_NAMED_SETS = 4096
-# Number of unused nodes that are removed for each prompt that is added.
-_EXPIRED_AT_ONCE = 8
-# The dropped chunks are not reduced before there are this many. This processes every chunk in the index, so it is done
-# rarely.
+# Maximum number of old nodes that are removed for each prompt that is added.
+_MAX_REMOVED_AT_ONCE = 8
+# Dropped chunks that are not in the index are not removed before there are this many dropped chunks. This processes
+# every chunk in the index, so it is done rarely.
 _MIN_DROPPED = 100_000
 
 
@@ -62,20 +63,20 @@ class PrefixMatch(NamedTuple):
 class _Node:
     """Successive chunks that were computed by the same instances, and used at the same time.
 
-    The nodes are a tree: the prefix of a node's chunks are the chunks of its ancestors. As a chunk's hash depends on
-    all chunks before it, a node is found by its first hash alone. All nodes are also in a list, in the order of their
-    last use; a node is older than its parent.
+    The nodes are a tree: the chunks before those of a node are the chunks of its ancestors. As a chunk's hash depends
+    on all chunks before it, a node is found by its first hash alone. All nodes are also in a list, in the order of
+    their last use; a node is older than its parent.
     """
 
     __slots__ = ("chunks", "holders", "newer", "num_children", "older", "parent", "used_at")
 
     def __init__(self, chunks: array[int], parent: _Node | None, holders: int, used_at: float) -> None:
         self.chunks = chunks
-        """Is never changed, only replaced, because another thread may read it."""
+        """The chunks' hashes. The array is never changed, only replaced, because another thread may read it."""
         self.parent = parent
         self.num_children = 0
         self.holders = holders
-        """The set of instances that computed these chunks, one bit for each instance."""
+        """The set of instances that computed these chunks and have not lost all of them, one bit for each instance."""
         self.used_at = used_at
         """Time of the last use, by the index's clock."""
         self.older = self.newer = self
@@ -143,8 +144,8 @@ class PrefixIndex:
         self._bits: dict[str, int] = {}
         self._named_sets: dict[int, tuple[str, ...]] = {}
         self._dropped: dict[int, int] = {}  # the instances that have evicted a chunk, although its node has their bits
-        self._max_dropped = _MIN_DROPPED
-        self._has_chunk: dict[str, Callable[[int], bool]] = {}  # what the instances have that report what they evict
+        self._max_dropped = _MIN_DROPPED  # if there are more, those that are not in the index are removed
+        self._has_chunk: dict[str, Callable[[int], bool]] = {}  # for each instance that reports what it evicts
         self._numbering = 0  # is odd while the numbers of the bits change, and different after that
         self._moved: list[_Node] | None = None  # the nodes that lost their first chunks since ``dump`` began
         self._dumping = threading.Lock()
@@ -179,29 +180,32 @@ class PrefixIndex:
             own.update(dict.fromkeys(self._name_holders(present), end))
         if old_start < end:
             for name in [name for name, own_end in own.items() if own_end > old_start]:
-                own[name] = self._find_known_end(name, chunks, old_start, own[name])
+                has_chunk = self._has_chunk.get(name)
+                own[name] = _find_end(chunks, old_start, own[name], has_chunk) if has_chunk else old_start
         if self._dropped:
-            self._subtract_dropped(own, chunks[:end])
+            self._subtract_drops(own, chunks[:end])
         if 0 in own.values():
             own = {name: own_end for name, own_end in own.items() if own_end}
         return PrefixMatch(end, own, ages)
 
     def add_chain(self, chunks: Sequence[int], key: str) -> None:
-        """Record that the instance ``key`` has computed a prompt with these chunks, or will compute it now."""
+        """Record that the instance ``key`` has computed a prompt with these chunks, or will compute it now.
+
+        Chunks after the first ``max_entries // 2`` ones are ignored.
+        """
         chunks = chunks[: self._max_entries // 2]
         now, bit = self._clock(), self._assign_bit(key)
-        self._remove_dropped(chunks, bit)
-        self._remove_expired(now, _EXPIRED_AT_ONCE)
-        path = []
-        at = 0
-        for at, end, node in self._find_nodes(chunks):
-            if end - at < len(node.chunks):
-                node = self._split(node, end - at)
+        self._cancel_drops(chunks, bit)
+        self._remove_old_nodes(now)
+        path: list[_Node] = []
+        end = 0
+        for start, end, node in self._find_nodes(chunks):
+            if end - start < len(node.chunks):
+                node = self._split(node, end - start)
             node.holders = node.holders | bit if now - node.used_at <= self._lifetime else bit
             path.append(node)
-            at = end
-        if at < len(chunks):
-            path.append(self._add_chunks(path[-1] if path else None, array("Q", chunks[at:]), bit, now))
+        if end < len(chunks):
+            self._add_chunks(path, array("Q", chunks[end:]), bit, now)
         for node in reversed(path):
             node.used_at = now
             node.unlink()
@@ -222,7 +226,10 @@ class PrefixIndex:
             self._renumber_bits()
 
     def drop_chunks(self, chunks: Sequence[int], key: str) -> None:
-        """Record that the instance ``key`` has lost these chunks. The pool still has them."""
+        """Record that the instance ``key`` has lost these chunks. The pool still has them.
+
+        An instance that has lost a chunk has also lost all chunks after it.
+        """
         bit = self._bits.get(key, 0)
         if not bit:
             return
@@ -233,7 +240,7 @@ class PrefixIndex:
             node = self._parts[chunk & _PART_BITS].get(chunk)
             if node is not None:  # the instance has lost all chunks of this node
                 node.holders &= ~bit
-                self._remove_dropped(node.chunks, bit)
+                self._cancel_drops(node.chunks, bit)
         if len(dropped) > self._max_dropped:
             present = dropped.keys() & chain.from_iterable(node.chunks for node in self._list_nodes())
             live = sum(self._bits.values())
@@ -242,24 +249,24 @@ class PrefixIndex:
 
     def restore_chunks(self, chunks: Sequence[int], key: str) -> None:
         """Record that the instance ``key`` has the chunks of a prompt. Chunks that are not in the index are ignored."""
-        self._remove_dropped(chunks, self._assign_bit(key))
+        bit = self._assign_bit(key)
+        self._cancel_drops(chunks, bit)
         for start, end, node in self._find_nodes(chunks):
-            self._add_holder(node, end - start, key)
+            self._add_holder(node, end - start, bit)
 
     def restore_holder(self, key: str, cached: AbstractSet[int]) -> None:
-        """Record which chunks in the index the instance ``key`` has.
+        """Record that the instance ``key`` has certain chunks. Chunks that are not in the index are ignored.
 
         Args:
-            cached: the chunks that the instance has. If it has a chunk, it has all chunks before this one, too.
+            key: the instance.
+            cached: these chunks. If the instance has a chunk, it has all chunks before this one, too.
         """
-        self._remove_dropped(cached, self._assign_bit(key))
+        bit = self._assign_bit(key)
+        self._cancel_drops(cached, bit)
         for first in cached:
             node = self._parts[first & _PART_BITS].get(first)
             if node is not None:
-                count = len(node.chunks)
-                if node.chunks[-1] not in cached:
-                    count = bisect_left(node.chunks, True, key=lambda chunk: chunk not in cached)
-                self._add_holder(node, count, key)
+                self._add_holder(node, _find_end(node.chunks, 0, len(node.chunks), cached.__contains__), bit)
 
     def set_aging(self, key: str, has_chunk: Callable[[int], bool] | None) -> None:
         """Set how the index finds out that the instance ``key`` has evicted a chunk.
@@ -350,7 +357,7 @@ class PrefixIndex:
             chunks = hashes[starts[place] : starts[place] + most]
             node = _Node(chunks, nodes.get(parents[place]), sets[place], now - ages[place])
             node.link(self._ends.newer)
-            self._count_in(node)
+            self._register(node)
             nodes[place] = node
         self._names = names
         self._bits = {name: 1 << place for place, name in enumerate(names) if name}
@@ -401,16 +408,15 @@ class PrefixIndex:
                 return
             parent = node
 
-    def _add_chunks(self, parent: _Node | None, chunks: array[int], bit: int, now: float) -> _Node:
-        """Add new chunks: to ``parent``, if nothing distinguishes them from its chunks, or as a new node."""
+    def _add_chunks(self, path: list[_Node], chunks: array[int], bit: int, now: float) -> None:
+        """Add new chunks after a path: to its last node, if nothing distinguishes their chunks, or as a new node."""
+        parent = path[-1] if path else None
         if parent is not None and not parent.num_children and parent.holders == bit:
             parent.chunks = parent.chunks + chunks
             self._num_chunks += len(chunks)
-            return parent
-        node = _Node(chunks, parent, bit, now)
-        node.link(self._ends)
-        self._count_in(node)
-        return node
+        else:
+            path.append(_Node(chunks, parent, bit, now))
+            self._register(path[-1])
 
     def _split(self, node: _Node, count: int) -> _Node:
         """Make a new node of the first ``count`` chunks of a node; return it. The other chunks become its child."""
@@ -426,7 +432,7 @@ class PrefixIndex:
         self._num_nodes += 1
         return head
 
-    def _count_in(self, node: _Node) -> None:
+    def _register(self, node: _Node) -> None:
         """Make a node findable by its first hash, and count it."""
         first = node.chunks[0]
         self._parts[first & _PART_BITS][first] = node
@@ -437,7 +443,6 @@ class PrefixIndex:
 
     def _remove(self, node: _Node) -> None:
         node.unlink()
-        del node.older, node.newer  # so that nothing refers to the node
         first = node.chunks[0]
         part = self._parts[first & _PART_BITS]
         if part.get(first) is node:  # not if two chunks have the same hash
@@ -446,9 +451,9 @@ class PrefixIndex:
         self._num_nodes -= 1
         if node.parent is not None:
             node.parent.num_children -= 1
-        self._remove_dropped(node.chunks, -1)
+        self._cancel_drops(node.chunks, -1)
 
-    def _remove_dropped(self, chunks: Iterable[int], holders: int) -> None:
+    def _cancel_drops(self, chunks: Iterable[int], holders: int) -> None:
         """Record that a set of instances has not dropped these chunks."""
         dropped = self._dropped
         if dropped:
@@ -457,7 +462,7 @@ class PrefixIndex:
                 if not dropped[chunk]:
                     del dropped[chunk]
 
-    def _subtract_dropped(self, own: dict[str, int], chunks: Sequence[int]) -> None:
+    def _subtract_drops(self, own: dict[str, int], chunks: Sequence[int]) -> None:
         """Reduce the ``own`` of a match to the chunks before the first one that an instance has dropped."""
         dropped, seen = self._dropped, 0
         if dropped.keys().isdisjoint(chunks):
@@ -470,9 +475,9 @@ class PrefixIndex:
                     if own.get(name, 0) > place:
                         own[name] = place
 
-    def _remove_expired(self, now: float, most: int) -> None:
-        """Remove up to ``most`` nodes that were not used for a lifetime."""
-        for _ in range(most):
+    def _remove_old_nodes(self, now: float) -> None:
+        """Remove some of the nodes that were not used for a lifetime."""
+        for _ in range(_MAX_REMOVED_AT_ONCE):
             oldest = self._ends.newer
             if now - oldest.used_at <= self._lifetime:
                 return
@@ -486,22 +491,12 @@ class PrefixIndex:
             yield node
             node = following
 
-    def _add_holder(self, node: _Node, count: int, key: str) -> None:
+    def _add_holder(self, node: _Node, count: int, bit: int) -> None:
         """Record that an instance has the first ``count`` chunks of a node."""
-        bit = self._assign_bit(key)
         if not node.holders & bit:
             if count < len(node.chunks):
                 node = self._split(node, count)
             node.holders |= bit
-
-    def _find_known_end(self, name: str, chunks: Sequence[int], start: int, end: int) -> int:
-        """Return the index after the last of the unused chunks from ``start`` to ``end`` that an instance still has."""
-        has_chunk = self._has_chunk.get(name)
-        if has_chunk is None:
-            return start
-        if has_chunk(chunks[end - 1]):
-            return end
-        return bisect_left(chunks, True, start, end, key=lambda chunk: not has_chunk(chunk))
 
     def _name_holders(self, holders: int) -> tuple[str, ...]:
         """Return the names of the instances in a set. Results are cached, because the same sets occur repeatedly."""
@@ -557,3 +552,13 @@ def _count_common(chunks: Sequence[int], prompt: Sequence[int], at: int) -> int:
         else:
             high = middle
     return low
+
+
+def _find_end(chunks: Sequence[int], start: int, end: int, has_chunk: Callable[[int], bool]) -> int:
+    """Return the index after the last one of the chunks from ``start`` to ``end`` that an instance has.
+
+    If the instance has a chunk, it has all chunks before this one, too.
+    """
+    if has_chunk(chunks[end - 1]):
+        return end
+    return bisect_left(chunks, True, start, end, key=lambda chunk: not has_chunk(chunk))
