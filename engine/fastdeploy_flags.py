@@ -256,7 +256,14 @@ def read_config_file(path: str, parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _write_words(name: str, value: object, actions: Mapping[str, argparse.Action], where: str) -> list[str]:
-    """Return one setting of a YAML file as words of a command line; an empty list if it has no value."""
+    """Return one setting of a YAML file as words of a command line; an empty list if it has no value.
+
+    Args:
+        name: the flag, with its dashes.
+        value: the value in the file.
+        actions: the parser's action for each flag.
+        where: file and name of the setting, for errors.
+    """
     if value is None or value == "":
         return []
     if actions[name].nargs == 0:

@@ -174,7 +174,14 @@ def _list_from(group: Group, num_tokens: int, begin: int) -> range:
 
 
 def _count(groups: Sequence[Group], tokens: int, begins: Sequence[int], found: _Found) -> tuple[list[int], list[int]]:
-    """Return for each group the number of blocks that it needs to resume at ``tokens``, and how many are missing."""
+    """Return for each group the number of blocks that it needs to resume at ``tokens``, and how many are missing.
+
+    Args:
+        groups: the groups.
+        tokens: number of tokens before the resume point.
+        begins: for each group, the index of the first block that is not in the instance's own cache.
+        found: the answers of the pool.
+    """
     places = [_list_from(group, tokens, begin) for group, begin in zip(groups, begins, strict=True)]
     missing = [sum(not found.has(number, place) for place in each) for number, each in enumerate(places)]
     return [len(each) for each in places], missing

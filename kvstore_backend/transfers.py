@@ -431,7 +431,13 @@ class Transfers:
         return window
 
     def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
-        """Make ``window``, the memory of a call, available again, or keep it unused if the call may be late."""
+        """Make the memory of a call available again, or set it aside if the call may be late.
+
+        Args:
+            transfer: the transfer.
+            window: the memory of the call.
+            is_whole: whether the call has succeeded for all blocks, so that it is not late.
+        """
         if is_whole or self._pool.wait_for_late_calls(0):
             window.take_back()
         else:

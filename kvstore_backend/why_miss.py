@@ -169,7 +169,13 @@ def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str])
 
 
 def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[str, str]:
-    """Return reason and sentence for manifests with different models, weights or settings of the engine."""
+    """Return reason and sentence for manifests with different models, weights or settings of the engine.
+
+    Args:
+        first: the one manifest.
+        second: the other manifest.
+        names: what the sentence calls the two configurations.
+    """
     one, other = first.facts, second.facts
     called = _tell_values(one.get("name"), other.get("name"), names)
     if one.get("architecture") != other.get("architecture") or not one.get("architecture"):
@@ -191,7 +197,7 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
 
 def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
-    """Return a text that says which value of a field each of two configurations has."""
+    """Return a text with a field's value in each of two configurations, which the text calls ``names``."""
     return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
 
 

@@ -145,7 +145,14 @@ class CompletionResponse(BegunResponse):
 
     @abstractmethod
     def _place_text(self, text: str, ids: dict[str, Any], *, is_whole: bool, first: bool) -> dict[str, Any]:
-        """Return the members of a choice with its text and its token ids."""
+        """Return the members of a choice with its text and its token ids.
+
+        Args:
+            text: the text.
+            ids: the members for ``return_token_ids``.
+            is_whole: whether the response is one object, not a stream of events.
+            first: whether this is the first event of the choice.
+        """
 
     @abstractmethod
     def _describe_logprobs(self, index: int, pieces: list[Piece]) -> dict[str, Any] | None:

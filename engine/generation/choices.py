@@ -137,7 +137,7 @@ def _add_figures(usage: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 async def _relay_pieces(index: int, generation: Generation, queue: _Queue) -> None:
-    """Put the pieces of an answer into the queue; then put None, or the exception that ended the answer."""
+    """Put each piece of the answer ``index`` into the queue; then None, or the exception that ended the answer."""
     try:
         async with contextlib.aclosing(generation.pieces()) as pieces:
             async for piece in pieces:

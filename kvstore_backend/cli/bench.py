@@ -107,6 +107,13 @@ class _Meter:
     def __init__(self, block_bytes: int, blocks: int, batches: int, warm_up: int, tell: Tell | None = None) -> None:
         """Allocate the memory for one batch.
 
+        Args:
+            block_bytes: size of a block.
+            blocks: number of blocks in a batch.
+            batches: number of batches that are measured.
+            warm_up: number of batches before the measurement.
+            tell: shows the progress; None: show none.
+
         Raises:
             ConfigError: the machine does not have enough memory for one batch.
         """

@@ -417,7 +417,13 @@ def _take_value(name: str, rest: list[str]) -> str:
 
 
 def _refuse_flag(name: str, native: dict[str, bool], own: Collection[str]) -> ConfigError:
-    """Return the error for a flag that neither kvstore master nor mooncake_master has."""
+    """Return the error for a flag that neither kvstore master nor mooncake_master has.
+
+    Args:
+        name: the flag, without its dashes.
+        native: the flags of mooncake_master.
+        own: the flags of kvstore master, with their dashes.
+    """
     near = suggest_name(f"--{name}", [*own, *(f"--{each}" for each in native)])
     hint = near if "did you mean" in near else ": kvstore master --help and mooncake_master --help list them"
     return ConfigError(f"--{name} is not a flag of kvstore master, nor of mooncake_master{hint}")

@@ -215,7 +215,13 @@ def _refuse_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _translate_names(values: Mapping[str, object], where: str, *, binary_sizes: bool) -> ParsedConfig:
-    """Return the values of a dialect by the names in ``settings.py``. Keys only for another engine are omitted."""
+    """Return the values of a dialect by the names in ``settings.py``. Keys only for another engine are omitted.
+
+    Args:
+        values: the values, by the dialect's names.
+        where: names the file in messages.
+        binary_sizes: whether "1GB" means 2**30 bytes in this dialect.
+    """
     ours: dict[str, object] = {}
     places: dict[str, str] = {}
     for key, value in values.items():

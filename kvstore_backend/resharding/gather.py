@@ -142,7 +142,17 @@ class Gatherer:
     ) -> int:
         """Read the stored blocks of ``spans`` in one call, and copy parts of them to the targets.
 
-        Returns the number of leading spans of which all stored blocks arrived.
+        A span is the smallest number of tokens that consists of whole blocks in both shardings.
+
+        Args:
+            aligned: describes the spans.
+            spans: indices of the spans.
+            names: the names of the sequence's blocks.
+            blocks: indices of the blocks to build.
+            targets: the memory for each of these blocks.
+
+        Returns:
+            The number of leading spans of which all stored blocks arrived.
         """
         keys = [aligned.keys(number, names) for number in spans]
         if not all(keys):

@@ -159,7 +159,14 @@ class _PeerLookup:
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """Return which leading blocks the two shardings have together, from the pool's answers for ``list_keys``."""
+        """Return which leading blocks the two shardings have together.
+
+        Args:
+            statuses: the pool's answers for blocks of the own sharding.
+            first: index of the block to which the first of ``statuses`` belongs.
+            blocks: indices of the blocks that were passed to ``list_keys``.
+            answers: the pool's answers for the keys from ``list_keys``.
+        """
         has_span = [bool(keys) and all(list(islice(answers, len(keys)))) for keys in self._keys]
 
         def is_there(block: int) -> bool:

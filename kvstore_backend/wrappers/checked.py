@@ -130,6 +130,13 @@ class CheckedBackend(Wrapper):
 
         One failed check may be the fault of this reader's own transfer. A block that was ``ABSENT`` in the read but
         exists has another size, or was put after the read.
+
+        Args:
+            keys: the keys of all blocks of the call.
+            targets: the memory for each block.
+            whole: the memory for each block and its header.
+            statuses: the statuses of the first read, which this method changes.
+            rejected: indices of the blocks that failed the check.
         """
         absent = [i for i, status in enumerate(statuses) if status is Status.ABSENT and i not in rejected]
         exist = self._store.exists([keys[i] for i in absent]) if absent else []

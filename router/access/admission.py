@@ -334,7 +334,13 @@ Limits = Admission | AdmissionClient
 
 
 def _explain_bytes(waiting: int, waiting_bytes: int, coming: int) -> str:
-    """Return why a request may not be queued: the queued bodies would be too large. Return ``""`` if it may."""
+    """Return why a request may not be queued: the queued bodies would be too large. Return ``""`` if it may.
+
+    Args:
+        waiting: number of queued requests.
+        waiting_bytes: size of their bodies.
+        coming: size of this request's body.
+    """
     if not waiting_bytes or not coming or waiting_bytes + coming <= MAX_WAITING_BYTES:
         return ""
     return (

@@ -340,7 +340,10 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
 
 
 def _blank(data: bytes, large: LargeBody, start: int, end: int) -> Iterator[bytes]:
-    """Yield blanks for a range of a large body, in parts. The removed parts of the large body are not copied."""
+    """Yield a range of a large body with each byte except line ends replaced by a blank, in parts.
+
+    The parts that ``large`` has removed for parsing are not copied.
+    """
     for first, last, is_blank in large.list_cuts(start, end):
         yield data[start:first].translate(_BLANK)
         if is_blank:

@@ -66,7 +66,7 @@ class Run:
         return self.start + (self.hashes.index(block) + 1) * self.size
 
     def add_blocks(self, hashes: Iterable[BlockHash], tokens: Tokens, now: float) -> None:
-        """Add blocks at the end. The tokens may be those of the first ones only."""
+        """Add blocks at the end. ``tokens`` may contain only the tokens of the first blocks of ``hashes``."""
         place = len(self.hashes)
         self.hashes += hashes
         self.stored_at = now
@@ -272,7 +272,19 @@ class BlockTree:
         tokens: Tokens,
         seed: int,
     ) -> list[StoredBlocks]:
-        """Add blocks that are not cached: to the run that ends with their parent, or as a new run."""
+        """Add blocks that are not cached: to the run that ends with their parent, or as a new run.
+
+        Args:
+            hashes: the blocks, in order.
+            parent: the block before the first one; None if the first block begins a prompt.
+            size: number of tokens in each block.
+            now: the present time.
+            tokens: tokens of the first blocks.
+            seed: seed for the names if ``parent`` is not cached.
+
+        Returns:
+            The blocks, or nothing if their place in the prompt is not known.
+        """
         before = None if parent is None else self._run_of.get(parent)
         if (
             before is not None

@@ -166,7 +166,15 @@ class PoolAware(PrefixPolicy):
     def _observe_resume_points(
         self, request: RequestFeatures, decision: Decision, cached: float, own: float, seconds: float
     ) -> None:
-        """Learn from the numbers of cached tokens, in total and in the own cache, how much of the prefix was used."""
+        """Learn from the response to a request how much of a known prefix the instance has reused.
+
+        Args:
+            request: the request.
+            decision: the policy's decision for it.
+            cached: number of cached tokens in total.
+            own: number of tokens that the instance's own cache had.
+            seconds: time since the request was sent.
+        """
         most = request.prompt_tokens // request.tokens_per_chunk  # media have chunks, and no estimated tokens
         own_end, pool_end = (min(end, most) for end in decision.computed_before)
         sent_at = self._clock() - seconds

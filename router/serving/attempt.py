@@ -456,7 +456,13 @@ class Attempt:
             self._chunks.append(body)
 
     def _count_wanted(self, leg: Leg, is_refusal: bool, is_end: bool) -> int:
-        """Return how many bytes of an incomplete response ``_collect`` waits for. The head has arrived."""
+        """Return how many bytes of an incomplete response ``_collect`` waits for. The head has arrived.
+
+        Args:
+            leg: the leg with the response.
+            is_refusal: whether the status is not 2xx.
+            is_end: whether the whole response has arrived.
+        """
         if is_refusal:
             if not is_end:
                 loop, status = asyncio.get_running_loop(), leg.exchange.status

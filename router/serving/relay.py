@@ -228,7 +228,14 @@ class ClientResponse:
             self.send(200, _EVENT_STREAM if isinstance(self.merger, StreamMerger) else _JSON, end, router_headers)
 
     def send(self, status: int, headers: Headers, body: bytes, router_headers: bytes) -> None:
-        """Send a complete response to the client."""
+        """Send a complete response to the client.
+
+        Args:
+            status: the response's status.
+            headers: headers of the response.
+            body: the body.
+            router_headers: header lines that the router adds.
+        """
         self.status, self.first_byte_at = status, time.perf_counter()
         if self.tag:
             body = body.replace(self.tag, b"")

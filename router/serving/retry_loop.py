@@ -154,6 +154,11 @@ class RetryLoop:
     ) -> LegFailed | None:
         """Send the next attempt, after the last attempt has failed or a pair was not ready.
 
+        Args:
+            cause: the failure of the last attempt, or the pair's fact that the router must learn first.
+            parsed: the client's request.
+            owner: gets the events of the attempt.
+
         Returns:
             The failure that ends the request; None if an attempt was sent.
 

@@ -296,6 +296,7 @@ class Selector:
 
         The first group has only preferred instances, of which those with a weight between 0 and 1 may be removed. The
         second group adds instances with weight 0, the third group instances with an open breaker.
+        ``_gather_choice`` describes the arguments.
         """
         roles = self._registry.roles if alone is None else (alone,)
         available = [i for i in self._list_available(excluded, model) if i.role in roles]

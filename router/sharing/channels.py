@@ -121,9 +121,9 @@ def send_connection(channel: socket.socket, connection: socket.socket) -> bool:
 
 
 def receive_connections(channel: socket.socket) -> tuple[int, list[socket.socket]]:
-    """Receive connections that the supervisor has passed, at most ``MAX_AT_ONCE``. Return their number and a list.
+    """Receive up to ``MAX_AT_ONCE`` connections that the supervisor has passed. Return their number, and the sockets.
 
-    A connection is lost if this process has no file descriptor left for it. It is counted, but it is not in the list.
+    A connection is lost if this process has no file descriptor left for it. It is counted, but has no socket.
     """
     received: list[socket.socket] = []
     for number in range(MAX_AT_ONCE):

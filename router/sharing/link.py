@@ -136,7 +136,7 @@ class Link:
     async def wait_for_entry(self, client: str, priority: int, tokens: int) -> list[Any] | None:
         """Wait until the supervisor admits or refuses a request. Return None on admission, or else the refusal.
 
-        If this task is cancelled, the request is removed from the queue.
+        If this task is cancelled, the request is removed from the queue. ``Admission.enter`` describes the arguments.
         """
         self._num_asked += 1
         number, answer = self._num_asked, asyncio.get_running_loop().create_future()

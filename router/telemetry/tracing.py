@@ -171,7 +171,17 @@ class Tracer(SpanSender):
         events: Sequence[tuple[str, float]] = (),
         **more: Any,
     ) -> None:
-        """Add a span. ``times`` and ``events`` have values of ``time.perf_counter``."""
+        """Add a span.
+
+        Args:
+            name: name of the span.
+            context: ids of the span.
+            parent: ids of the parent span; None if there is none.
+            times: start and end of the span, by ``time.perf_counter``.
+            attributes: the span's attributes.
+            events: name and time of each event in the span.
+            more: further arguments of ``_add_span``.
+        """
         epoch = self._epoch
         at = epoch + times[0], epoch + times[1]
         moments = [(what, epoch + moment) for what, moment in events]

@@ -186,7 +186,16 @@ def _ask(
 def _request(
     address: str, kind: str, method: str, path: str, *, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[httpx.Response, object]:
-    """Send a request; return the response and its JSON content. The content is None if it is not JSON."""
+    """Send a request; return the response and its JSON content. The content is None if it is not JSON.
+
+    Args:
+        address: address of the server.
+        kind: what the server is, for errors: ``instance`` or ``router``.
+        method: the HTTP method.
+        path: the path.
+        body: the body, which is sent as JSON; None: no body.
+        headers: the headers.
+    """
     try:
         url = parse_address(address).url
     except ValueError:

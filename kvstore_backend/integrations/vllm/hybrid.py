@@ -215,7 +215,15 @@ class _Namer:
         return num_hashes * self._hash_size // self._unit
 
     def name(self, hashes: Sequence[bytes], number: int, place: int, adapter: bytes, epoch: bytes) -> bytes:
-        """Return the name of the block at index ``place`` of group ``number``, from the last hash in the block."""
+        """Return the name of a block, which is made from the last hash in the block.
+
+        Args:
+            hashes: the hashes of the request.
+            number: index of the block's group.
+            place: index of the block in the group.
+            adapter: digest of the LoRA adapter's files, or empty.
+            epoch: random bytes after the weights were changed in place, or empty.
+        """
         last = (place + 1) * self._groups[number].block_size // self._hash_size - 1
         (name,) = name_blocks([hashes[last]], adapter, epoch, self._tags[number])
         return name

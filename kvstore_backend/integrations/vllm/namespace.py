@@ -73,7 +73,15 @@ def build_namespace(
     memory: KVMemory | GroupedMemory,
     kv_caches: dict[str, Any],
 ) -> Namespace:
-    """Return the namespace of a vLLM worker's blocks: everything that can change the bytes of the blocks."""
+    """Return the namespace of a vLLM worker's blocks: everything that can change the bytes of the blocks.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's groups of layers, and its number of blocks.
+        groups: the groups of layers, as ``check_support`` returns them.
+        memory: the worker's KV memory.
+        kv_caches: vLLM's tensor for each layer, by the layer's name.
+    """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in list_specs(group.kv_cache_spec)]
     spec = next((spec for spec in specs if type(spec) is not MambaSpec), None)

@@ -153,7 +153,15 @@ def _make_shade(unknown: int) -> dict[str, Any]:
 
 
 def put_chart(title: str, unit: str, kind: str = "lines", note: str = "", *, is_whole: bool = False) -> Chart:
-    """Put a chart into a card of its own, with its unit in the head and the sentence ``note`` below."""
+    """Put a chart into a card of its own, with its unit in the head and the sentence ``note`` below.
+
+    Args:
+        title: title of the card.
+        unit: unit of the values.
+        kind: kind of the chart.
+        note: a sentence; ``""``: none.
+        is_whole: whether the axis has only whole numbers; the head then has no unit.
+    """
     with ui.element("section").classes("card"):
         with ui.element("div").classes("card-head"):
             put_text("h2", title)
