@@ -158,7 +158,15 @@ class SpanSender:
         }
 
     def _sample(self, headers: Iterable[tuple[bytes, bytes]], name: str) -> tuple[SpanContext, int, SamplingResult]:
-        """Return the client's span, which may be invalid, the id of the trace, and the decision whether to sample."""
+        """Decide whether to sample a request.
+
+        Args:
+            headers: headers of the request, which may name the client's span.
+            name: name of the new span.
+
+        Returns:
+            The client's span, which is invalid if the headers name none; the id of the trace; and the decision.
+        """
         sent: dict[str, list[str]] = {}
         for key, value in headers:
             if key in CONTEXT_HEADERS:

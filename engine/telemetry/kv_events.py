@@ -242,7 +242,13 @@ class KvEventPublisher:
                 opened.close(linger=0)
 
     def _replay_batches(self, replay: zmq.Socket[bytes], topic: bytes, sent: deque[tuple[bytes, bytes]]) -> None:
-        """Answer one request for earlier batches: send all batches from the requested number on, then an end marker."""
+        """Answer one request for earlier batches: send all batches from the requested number on, then an end marker.
+
+        Args:
+            replay: the socket with the request.
+            topic: topic of the batches.
+            sent: the last batches, each with its encoded number.
+        """
         request = replay.recv_multipart()
         try:
             client, empty, first = request

@@ -164,6 +164,13 @@ class _Meter:
     ) -> _Row:
         """Call ``call`` with the block hashes of each batch; return the measurements without the warm-up batches.
 
+        Args:
+            operation: ``put``, ``exists`` or ``get``.
+            through: ``bare store`` or ``full stack``.
+            nbytes: bytes that a batch moves; None if the operation moves no blocks.
+            call: does the operation, and returns the number of blocks for which it succeeded.
+            batches: the block hashes of each batch.
+
         Raises:
             PoolUnavailable: the operation did not succeed for all blocks of a batch.
         """

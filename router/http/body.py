@@ -198,7 +198,7 @@ def rename_model(data: bytes, model: str) -> bytes:
 
 
 def _search_model(data: bytes) -> slice | None:
-    """Return the position of the model's name in a large body or a form, of which only both ends are searched."""
+    """Return the position of the model's name in a large body or a form; None if it is in the middle or missing."""
     search = _search_form if data.startswith(b"--") else _search_object
     first = search(data, 0, _MODEL_BYTES)
     return first if first is not None else search(data, max(0, len(data) - _MODEL_BYTES), len(data))

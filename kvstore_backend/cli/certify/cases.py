@@ -154,6 +154,12 @@ class Trial:
     ) -> None:
         """Compare answers with those of ``plain``, an instance without a cache; count wrong and failed answers.
 
+        Args:
+            prompts: the prompts.
+            answers: the answers to compare, in the order of the prompts.
+            plain: the instance without a cache, which answers the prompts now.
+            members: further members of each request.
+
         Raises:
             NoAnswer: ``plain`` did not answer.
         """

@@ -90,6 +90,11 @@ def compute_interval(auc: float, num_sooner: int, num_later: int) -> tuple[float
 
     The interval contains all true areas that are compatible with the measured area ``auc``, by the standard error of
     Hanley and McNeil (1982) in the form of Newcombe (2006, method 5). The usual interval would be empty for ``auc`` 1.
+
+    Args:
+        auc: the measured area, as ``compute_auc`` returns it.
+        num_sooner: number of values in ``sooner`` for ``compute_auc``.
+        num_later: number of values in ``later``.
     """
     size = (num_sooner + num_later) / 2
 

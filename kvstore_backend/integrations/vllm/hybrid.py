@@ -169,7 +169,14 @@ class HybridSchedulerHalf(SchedulerHalf):
         self._begin_save(tracked, names, sources)
 
     def _plan_state(self, tracked: _Tracked, number: int, block: int, num_tokens: int) -> None:
-        """Plan to save a recurrent state: after this step, ``block`` has the state after ``num_tokens`` tokens."""
+        """Plan to save a recurrent state.
+
+        Args:
+            tracked: the request.
+            number: index of the state's group.
+            block: the block that has the state after this step.
+            num_tokens: number of tokens of the request after which this is the state.
+        """
         end = num_tokens // self._block_size
         if end <= tracked.num_saved or not self._may_plan_save(tracked) or self._count_save_room() < 1:
             return
