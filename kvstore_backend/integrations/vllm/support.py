@@ -56,6 +56,14 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("--calculate-kv-scales gives each instance different scales, so blocks cannot be shared")
+    media = vllm_config.model_config.multimodal_config
+    if media is not None and not media.language_model_only and not media.mm_processor_cache_gb:
+        if not cache.enable_prefix_caching:
+            raise ConfigError(
+                "--no-enable-prefix-caching and --mm-processor-cache-gb 0 are set; vLLM then numbers images instead of "
+                "hashing them, so prompts with other images get the same block hashes in other instances; leave one of "
+                "them out, or --kv-transfer-config"
+            )
     specs = [list_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(each and all(type(spec) in _SPECS for spec in each) for each in specs):
         kinds = ", ".join(dict.fromkeys(type(spec).__name__ for each in specs for spec in each)) or "nothing"

@@ -21,10 +21,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 import vllm
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from vllm.config import KVTransferConfig, SpeculativeConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, SpeculativeConfig
 from vllm.config import ModelConfig as ModelConfigOfVllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -74,7 +75,7 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
     parallel: dict[str, object] = {**dict.fromkeys(sizes, 1), "distributed_executor_backend": None}
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
     cache["enable_prefix_caching"] = True
-    model = {"is_diffusion": False, "is_prefix_caching_supported": True}
+    model = {"is_diffusion": False, "is_prefix_caching_supported": True, "multimodal_config": None}
     vllm_config = SimpleNamespace(
         kv_events_config=None,
         speculative_config=None,
@@ -165,6 +166,27 @@ def test_what_cannot_work_is_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
         KVStoreConnector(*_ordered(config(spec, extra, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("caches", "cache_gb", "only_text", "is_refused"),
+    [(False, 0, False, True), (False, 4, False, False), (True, 0, False, False), (False, 0, True, False)],
+)
+def test_images_without_content_hashes_are_refused(
+    spec: Any, tmp_path: Path, caches: bool, cache_gb: int, only_text: bool, is_refused: bool
+) -> None:
+    """vLLM's renderer names images by their content only if it has one of its two caches."""
+    media = MultiModalConfig(mm_processor_cache_gb=cache_gb, language_model_only=only_text)
+    changes = {"multimodal_config": media, "enable_prefix_caching": caches}
+    configs = config(spec, {"pool": f"file://{tmp_path}/pool"}, **changes)
+    with pytest.raises(ConfigError, match="numbers images") if is_refused else contextlib.nullcontext():
+        KVStoreConnector(*_ordered(configs)).shutdown()
+    renderer: Any = SimpleNamespace(
+        model_config=configs[0].model_config, config=configs[0], _validate_mm_uuids=lambda *_: None
+    )
+    items: Any = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    named = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
+    assert (named == {"image": ["renderer0-mm-1-image-0"]}) is (is_refused or only_text)
 
 
 def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
