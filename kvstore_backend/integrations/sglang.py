@@ -63,6 +63,7 @@ logger = logging.getLogger(__name__)
 
 # Types that host memory has for KV in one of two fp8 formats, or in a format of four bits.
 _PLAIN_BYTES = ("torch.uint8", "torch.int8")
+# If the server's pages have this format, SGLang appends its name to the model's name.
 _ENVELOPES = "unified-token-major"
 _NO_ENVELOPES = (
     "this server has all kinds of state in one memory (--enable-unified-memory), and this backend does not support its "
@@ -101,7 +102,10 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         self._comes_by_address = bool(extra.get("interface_v1"))
         server = _read_server(self._weights_version)
         self._kv_dtype = str(extra.get("kv_cache_dtype") or server.get("kv_cache_dtype") or "auto")
-        model = _find_model(extra.get("model_path") or storage_config.model_name or "")
+        if str(storage_config.model_name).endswith(f"-{_ENVELOPES}"):
+            raise ConfigError(_NO_ENVELOPES)
+        # storage_config.model_name is --served-model-name, which may be the path of another model.
+        model = _find_model(str(extra.get("model_path") or server.get("model_path") or storage_config.model_name or ""))
         settings = read_settings(
             {**_list_adapters(server), **_read_variables()},
             {*CANNOT_CHANGE_KV, *IN_OTHER_FIELDS},
@@ -423,13 +427,9 @@ def _read_variables() -> dict[str, str]:
 def _find_model(name: str) -> str:
     """Check that ``name`` is the folder of a model, and return ``name``.
 
-    If the server's pages have a special format, SGLang appends the name of the format to ``name``.
-
     Raises:
-        ConfigError: the folder does not exist, or the pages have a format that this backend does not support.
+        ConfigError: the folder does not exist.
     """
-    if name.endswith(f"-{_ENVELOPES}"):
-        raise ConfigError(_NO_ENVELOPES)
     if not Path(name).is_dir() or not name:
         raise ConfigError(
             f'the model {name!r} is not a folder on this machine; set "model_path" in the extra configuration'

@@ -221,6 +221,21 @@ def test_other_weights_share_no_pages(attach: Attach, model: Path, tmp_path: Pat
     assert attach(HostMemory(), {"model_path": str(other)}).batch_exists(["a"]) == 0
 
 
+def test_servers_that_serve_two_models_under_the_path_of_one_share_no_pages(
+    attach: Attach, model: Path, tmp_path: Path
+) -> None:
+    """SGLang's name of the model is --served-model-name, which clients may know as the path of an older model."""
+    (other := tmp_path / "other").mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "model.bin").write_bytes(b"finetun")
+    serve({"model_path": str(model)})
+    attach(HostMemory()).batch_set_v1(["a"], indices(0))
+    serve({"model_path": str(other)})
+    assert attach(HostMemory(), model_name=str(model)).batch_exists(["a"]) == 0
+    serve({"model_path": str(model)})
+    assert attach(HostMemory(), model_name="a name").batch_exists(["a"]) == 1
+
+
 def test_pages_may_come_as_flat_tensors(attach: Attach) -> None:
     backend = attach(HostMemory(), {"interface_v1": 0})
     pages = [torch.arange(100.0), torch.arange(100.0) + 1]
