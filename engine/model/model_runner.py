@@ -36,6 +36,7 @@ from engine.model.weights import name_weights, read_version
 from engine.scheduling.retrieval_config import Regime, RetrievalConfig
 from engine.scheduling.scheduler import Chunk
 from kvstore_backend import ConfigError, Namespace, Span, fingerprint_model
+from kvstore_backend.config import PRECISION_VARIABLES, select_variables
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import fingerprint_config
 from kvstore_backend.resharding import ShardingFamily, find_family
@@ -127,6 +128,7 @@ class ModelRunner:
             for member in self.groups.members
         ]
         self.facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
+        precision = "".join(f" with {name}={text}" for name, text in select_variables(PRECISION_VARIABLES).items())
         self.namespace = Namespace(
             model=fingerprint_model(folder),
             kv_dtype=str(dtype).removeprefix("torch."),
@@ -134,7 +136,7 @@ class ModelRunner:
             num_layers=self.shape.num_layers,
             num_kv_heads=kv_heads,
             head_size=head_dim,
-            layout=f"{LAYOUT} of {groups}" if (groups := self.groups.describe()) else LAYOUT,
+            layout=(f"{LAYOUT} of {groups}" if (groups := self.groups.describe()) else LAYOUT) + precision,
             weights_version=named,
         )
         self._configuration = fingerprint_config(folder)

@@ -12,6 +12,7 @@ checkpoints.py   finds the folder of a downloaded model by the model's name at a
 from kvstore_backend.config.checkpoints import find_checkpoint, is_hub_name
 from kvstore_backend.config.dialects import parse_mindie_pool
 from kvstore_backend.config.environment import (
+    PRECISION_VARIABLES,
     ascend_buffer_pool,
     binds_address,
     choose_rdma_devices,
@@ -58,6 +59,7 @@ from kvstore_backend.config.values import (
 
 __all__ = [
     "DEFAULT_TENANT",
+    "PRECISION_VARIABLES",
     "FileSettings",
     "MemorySettings",
     "MooncakeSettings",

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvstore_backend.config.settings import MooncakeSettings, PoolConfig
 
 __all__ = [
+    "PRECISION_VARIABLES",
     "ascend_buffer_pool",
     "binds_address",
     "choose_rdma_devices",
@@ -27,6 +28,16 @@ __all__ = [
     "verbose_environment",
     "wants_native_log",
 ]
+
+PRECISION_VARIABLES = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
+)
+"""Variables with which libraries of engines (cuBLAS, oneDNN, PyTorch, FlashInfer) calculate with another precision."""
 
 # Mooncake's behaviour without these values:
 # - MC_LOG_LEVEL: Mooncake logs every step to stderr.

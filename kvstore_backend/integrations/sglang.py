@@ -44,13 +44,12 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from sglang.version import __version__ as sglang_version
 
 from kvstore_backend.backend import ConfigError, Span, Status, Value
-from kvstore_backend.config import engine_variables, read_config
+from kvstore_backend.config import PRECISION_VARIABLES, engine_variables, read_config
 from kvstore_backend.integrations.settings import digest_settings, list_facts, read_settings
 from kvstore_backend.integrations.sglang_settings import (
     CANNOT_CHANGE_KV,
     FILE_SETTINGS,
     IN_OTHER_FIELDS,
-    LIBRARY_VARIABLES,
     NEUTRAL_VARIABLES,
 )
 from kvstore_backend.manifest import collect_facts
@@ -420,7 +419,7 @@ def _read_defaults() -> Mapping[str, object]:
 
 def _read_variables() -> dict[str, str]:
     """Return the environment variables of SGLang and its libraries that can change KV."""
-    known = engine_variables(("SGLANG_", *LIBRARY_VARIABLES))
+    known = engine_variables(("SGLANG_", *PRECISION_VARIABLES))
     return {name: text for name, text in known.items() if not name.startswith(NEUTRAL_VARIABLES)}
 
 

@@ -11,7 +11,6 @@ __all__ = [
     "CAN_CHANGE_KV",
     "FILE_SETTINGS",
     "IN_OTHER_FIELDS",
-    "LIBRARY_VARIABLES",
     "NEUTRAL_VARIABLES",
 ]
 
@@ -231,10 +230,3 @@ _NEUTRAL_PREFIXES = """
 
 NEUTRAL_VARIABLES = tuple(_NEUTRAL_PREFIXES.split())
 """Prefixes of variables for folders, ports, times and logs, which cannot change KV. Other SGLANG_* variables can."""
-
-LIBRARY_VARIABLES = (
-    "NVIDIA_TF32_OVERRIDE",
-    "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
-    "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
-)
-"""Variables of SGLang's libraries that can change KV, because they change how the libraries calculate."""

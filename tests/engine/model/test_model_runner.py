@@ -15,6 +15,7 @@ from engine.model.checkpoint import choose_device, choose_dtype, load_model_conf
 from engine.model.model_runner import ModelRunner
 from engine.scheduling.request import SamplingDefaults
 from kvstore_backend import ConfigError
+from kvstore_backend.config import PRECISION_VARIABLES
 from tests.engine.checkpoints import CHECKPOINTS, write_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -83,6 +84,15 @@ def test_blocks_lie_one_after_another_without_a_gap(tiny_checkpoint: Path) -> No
     assert spans[0].address == runner.kv.data_ptr()
     assert [span.address + span.nbytes for span in spans[:-1]] == [span.address for span in spans[1:]]
     assert sum(span.nbytes for span in spans) == runner.kv.numel() * runner.kv.element_size()
+
+
+@pytest.mark.parametrize("name", PRECISION_VARIABLES)
+def test_instances_that_calculate_with_another_precision_share_no_blocks(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plain = runner_of(tiny_checkpoint).namespace
+    monkeypatch.setenv(name, "1")
+    assert runner_of(tiny_checkpoint).namespace.digest != plain.digest
 
 
 def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from kvstore_backend.backend import ConfigError
+from kvstore_backend.config import PRECISION_VARIABLES
 from kvstore_backend.integrations.sglang_settings import CAN_CHANGE_KV, CANNOT_CHANGE_KV
 from kvstore_backend.manifest import Manifest
 from kvstore_backend.pool import BlockPool
@@ -354,9 +355,7 @@ def test_adapters_count_by_what_their_folders_hold(
     assert one == same != other
 
 
-@pytest.mark.parametrize(
-    "name", ["NVIDIA_TF32_OVERRIDE", "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH", "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH"]
-)
+@pytest.mark.parametrize("name", PRECISION_VARIABLES)
 def test_variables_of_libraries_that_change_numbers_part_instances(
     attach: Attach, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
