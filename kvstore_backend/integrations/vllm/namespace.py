@@ -12,11 +12,12 @@ from typing import Any
 import vllm
 from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvstore_backend.groups import Group
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
-from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint
+from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint, is_quantized
 from kvstore_backend.integrations.vllm.support import list_specs
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
@@ -135,4 +136,8 @@ def collect_instance_facts(vllm_config: Any) -> dict[str, str]:
 
 
 def _collect_settings(vllm_config: Any) -> dict[str, object]:
-    return collect_settings(vllm_config, envs.environment_variables)
+    settings = collect_settings(vllm_config, envs.environment_variables)
+    # GPUs differ in which formats of few bits they calculate with, and in the meaning of fp8 bytes (AMD's MI300).
+    if is_quantized(vllm_config) and (capability := current_platform.get_device_capability()) is not None:
+        settings["device capability"] = capability.as_version_str()
+    return settings

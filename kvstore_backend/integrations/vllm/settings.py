@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.config import select_variables
+from kvstore_backend.config import PRECISION_VARIABLES, select_variables
 from kvstore_backend.integrations.vllm.fields import IGNORED_VARIABLES, collect_fields, describe_config
 from kvstore_backend.namespace import fingerprint_model
 
-__all__ = ["collect_settings", "find_checkpoint"]
+__all__ = ["collect_settings", "find_checkpoint", "is_quantized"]
 
-# Load formats with the same result: each reads the checkpoint's safetensors, if the checkpoint has any.
+# Load formats with the same result: each reads the checkpoint's safetensors, if the checkpoint has any. But if it has
+# files in Mistral's format, only "auto" reads these.
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
+_MISTRAL_FILES = "consolidated*.safetensors"
 # Kinds of rotary embeddings that depend on ``max_model_len`` in some models, for all prompts.
 _ROPES_BY_LENGTH = ("longrope", "dynamic")
 # Without another setting, Llama 4 scales queries by position if ``max_model_len`` is larger (vLLM 0.32's llama4.py).
 _LLAMA4_TUNED_FROM = 32768
+# Members of config.json that name models whose weights vLLM also reads (Ultravox).
+_OTHER_MODELS = ("audio_model_id", "text_model_id")
+# Architecture -> folder in the checkpoint with a part of its weights.
+_SUBFOLDERS = {"MiMoV2OmniForCausalLM": "audio_tokenizer", "MoonshotKimiaForCausalLM": "whisper-large-v3"}
+# Variables that vLLM's list lacks: the hash of every prompt's first block depends on PYTHONHASHSEED, and the video
+# frames of one model on XHS_VIDEO_JPEG_QUALITY.
+_MORE_VARIABLES = ("PYTHONHASHSEED", "XHS_VIDEO_JPEG_QUALITY", *PRECISION_VARIABLES)
+_PLAIN_KV = ("auto", "bfloat16", "float16", "float32")
 
 
 def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[str, object]:
@@ -36,9 +48,16 @@ def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[st
     """
     settings = collect_fields(vllm_config, _describe_special(vllm_config))
     settings |= _describe_generation(vllm_config.model_config)
-    # The hash of every prompt's first block depends on PYTHONHASHSEED. cuBLAS reads NVIDIA_TF32_OVERRIDE.
-    counted = {"PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE", *variables} - IGNORED_VARIABLES
+    settings |= _describe_other_weights(vllm_config.model_config, vllm_config.load_config.download_dir)
+    counted = {*_MORE_VARIABLES, *variables} - IGNORED_VARIABLES
     return settings | {f"environment {name}": value for name, value in select_variables(counted).items()}
+
+
+def is_quantized(vllm_config: Any) -> bool:
+    """Return whether weights or KV are quantized, so that vLLM may calculate in another format on another GPU."""
+    model = vllm_config.model_config
+    is_plain = model.quantization is None and model.quantization_config is None
+    return not is_plain or vllm_config.cache_config.cache_dtype not in _PLAIN_KV
 
 
 def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
@@ -50,6 +69,8 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
     folder = Path(model.model)
     if folder.is_dir():
         return folder
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        raise ConfigError(f"model {model.model!r} is not a folder, but a name at ModelScope; give vLLM its folder")
     from huggingface_hub import snapshot_download
 
     try:
@@ -69,6 +90,9 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
     blocks.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
+    is_plain = load.load_format == "auto" or (
+        load.load_format in _PLAIN_FORMATS and not any(find_checkpoint(model, load.download_dir).glob(_MISTRAL_FILES))
+    )
     rope = getattr(model.hf_text_config, "rope_parameters", None)
     is_by_length = any(each in str(rope) for each in _ROPES_BY_LENGTH)
     is_random = load.load_format == "dummy"
@@ -76,7 +100,7 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
         "ModelConfig.hf_config": describe_config(model.hf_config),
         "ModelConfig.max_model_len": model.max_model_len if is_by_length else None,
         "ModelConfig.seed": model.seed if is_random else None,
-        "LoadConfig.load_format": None if load.load_format in _PLAIN_FORMATS else str(load.load_format),
+        "LoadConfig.load_format": None if is_plain else str(load.load_format),
     }
     if (loras := vllm_config.lora_config) is not None:
         # Usually the same as the model's dtype; then prompts without adapters share blocks with other instances.
@@ -99,6 +123,20 @@ def _describe_generation(model: Any) -> dict[str, object]:
     if any("llama4" in kind for kind in kinds):
         counted.setdefault("attn_temperature_tuning", model.max_model_len > _LLAMA4_TUNED_FROM)
     return {f"generation_config {name}": value for name, value in counted.items()}
+
+
+def _describe_other_weights(model: Any, download_dir: str | None) -> dict[str, object]:
+    """Return fingerprints of weights that are not in the checkpoint's folder itself, by the name of their place."""
+    names = {name: str(getattr(model.hf_config, name, None) or "") for name in _OTHER_MODELS}
+    folders = {
+        name: find_checkpoint(SimpleNamespace(model=text, revision=None), download_dir)
+        for name, text in names.items()
+        if text
+    }
+    for architecture in getattr(model.hf_config, "architectures", None) or ():
+        if (name := _SUBFOLDERS.get(architecture)) and (folder := find_checkpoint(model, download_dir) / name).is_dir():
+            folders[name] = folder
+    return {f"weights in {name}": fingerprint_model(folder) for name, folder in folders.items()}
 
 
 def _describe_draft(drafts: Any, model: Any, download_dir: str | None) -> str | None:

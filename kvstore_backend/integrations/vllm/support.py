@@ -32,6 +32,8 @@ _HASHES = ("sha256", "sha256_cbor")
 # Kinds of attention in which the KV of a token does not depend on later tokens. Classes that derive from these are
 # refused, because they may differ.
 _FULL = (FullAttentionSpec, MLAAttentionSpec)
+# Load formats with which vLLM reads weights from a file of another name, or from another process.
+_FOREIGN_FORMATS = ("ipc_cache", "modelexpress", "tensorizer")
 _SPECS = (*_FULL, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 
 
@@ -56,14 +58,24 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("--calculate-kv-scales gives each instance different scales, so blocks cannot be shared")
+    loads = [vllm_config.load_config, getattr(vllm_config.speculative_config, "draft_load_config", None)]
+    elsewhere = [f"--load-format {load.load_format}" for load in loads if load and load.load_format in _FOREIGN_FORMATS]
+    if vllm_config.model_config.model_weights:
+        elsewhere.append(f"model_weights {vllm_config.model_config.model_weights}")
+    if elsewhere and not vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version"):
+        raise ConfigError(
+            f"with {elsewhere[0]} vLLM reads weights that are not in the model's folder, so this connector cannot "
+            'compare them with those of other instances; set "weights_version" in kv_connector_extra_config to another '
+            "text for each version of the weights"
+        )
     media = vllm_config.model_config.multimodal_config
-    if media is not None and not media.language_model_only and not media.mm_processor_cache_gb:
-        if not cache.enable_prefix_caching:
-            raise ConfigError(
-                "--no-enable-prefix-caching and --mm-processor-cache-gb 0 are set; vLLM then numbers images instead of "
-                "hashing them, so prompts with other images get the same block hashes in other instances; leave one of "
-                "them out, or --kv-transfer-config"
-            )
+    has_media = media is not None and not media.language_model_only
+    if has_media and not media.mm_processor_cache_gb and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "--no-enable-prefix-caching and --mm-processor-cache-gb 0 are set; vLLM then numbers images instead of "
+            "hashing them, so prompts with other images get the same block hashes in other instances; leave one of "
+            "them out, or --kv-transfer-config"
+        )
     specs = [list_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(each and all(type(spec) in _SPECS for spec in each) for each in specs):
         kinds = ", ".join(dict.fromkeys(type(spec).__name__ for each in specs for spec in each)) or "nothing"

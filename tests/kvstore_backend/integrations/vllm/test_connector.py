@@ -25,6 +25,7 @@ from vllm.config import KVTransferConfig, MultiModalConfig, SpeculativeConfig
 from vllm.config import ModelConfig as ModelConfigOfVllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
@@ -75,7 +76,8 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
     parallel: dict[str, object] = {**dict.fromkeys(sizes, 1), "distributed_executor_backend": None}
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
     cache["enable_prefix_caching"] = True
-    model = {"is_diffusion": False, "is_prefix_caching_supported": True, "multimodal_config": None}
+    model: dict[str, object] = {"is_diffusion": False, "is_prefix_caching_supported": True, "multimodal_config": None}
+    model["model_weights"] = ""
     vllm_config = SimpleNamespace(
         kv_events_config=None,
         speculative_config=None,
@@ -85,6 +87,7 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
         cache_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in cache.items()}),
         model_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in model.items()}),
         attention_config=SimpleNamespace(use_non_causal=changes.get("use_non_causal", False)),
+        load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
     )
     cache_config = SimpleNamespace(
@@ -155,6 +158,8 @@ def make_plain(kind: Any) -> Any:
         ({}, {"decode_context_parallel_size": 2}, "context parallelism is on"),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "it must be sha256 or sha256_cbor"),
         ({}, {"calculate_kv_scales": True}, "different scales"),
+        ({}, {"load_format": "tensorizer"}, "--load-format tensorizer vLLM reads weights that are not in the model's"),
+        ({}, {"model_weights": "s3://models/a"}, "model_weights s3://models/a vLLM reads weights"),
         ({}, {"is_diffusion": True}, "depends on later tokens"),
         ({}, {"use_non_causal": True}, "depends on later tokens"),
         ({}, {"is_prefix_caching_supported": False}, "vLLM supports no prefix caching for the model"),
@@ -650,6 +655,21 @@ class TestTwoInstances:
             object.__setattr__(getattr(config, kind), name, value)
         with contextlib.closing(VllmInstance(config)) as other:
             assert other.rank.namespace.digest != two[0].rank.namespace.digest
+
+    @pytest.mark.parametrize(("cache_dtype", "is_shared"), [("auto", True), ("fp8", False)])
+    def test_quantized_kv_of_other_kinds_of_gpus_has_another_namespace(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_dtype: str, is_shared: bool
+    ) -> None:
+        """MI300 and MI355 understand the bytes of vLLM's fp8 in two ways, and have all else in common."""
+        digests = set()
+        for minor in (4, 5):
+            capability = DeviceCapability(9, minor)
+            monkeypatch.setattr(namespace_module.current_platform, "get_device_capability", lambda c=capability: c)
+            config = make_config(folder, tmp_path / "pool")
+            object.__setattr__(config.cache_config, "cache_dtype", cache_dtype)
+            with contextlib.closing(VllmInstance(config)) as instance:
+                digests.add(instance.rank.namespace.digest)
+        assert (len(digests) == 1) is is_shared
 
     @pytest.mark.parametrize("change", ["mla", "drafts", "heads"])
     def test_other_cuts_are_read_only_where_heads_can_be_told_apart(

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore_backend import ConfigError
+from kvstore_backend.config import PRECISION_VARIABLES
 from kvstore_backend.integrations.vllm.fields import IGNORED_VARIABLES
-from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint
+from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint, is_quantized
 from kvstore_backend.namespace import fingerprint_model
 from tests.kvstore_backend.integrations.vllm.test_fields import make_kind
 from tests.kvstore_backend.test_namespace import checkpoint
@@ -53,8 +54,12 @@ class TestSpecialFields:
             ("yarn", {"model_config__try_get_generation_config": lambda: {"attn_scale": 2}}, True),
             ("yarn", {"model_config__try_get_generation_config": lambda: {"temperature": 2}}, False),
             ("yarn", {"load_config__load_format": "dummy"}, True),
-            ("yarn", {"load_config__load_format": "safetensors"}, False),
-            ("yarn", {"load_config__load_format": "hf"}, False),
+            (
+                "yarn",
+                {"load_config__load_format": "safetensors", "model_config__model": str(Path(__file__).parent)},
+                False,
+            ),
+            ("yarn", {"load_config__load_format": "hf", "model_config__model": str(Path(__file__).parent)}, False),
             ("yarn", {"load_config__load_format": "tensorizer"}, True),
             ("yarn", {"model_config__seed": 3}, False),
             ("yarn", {"lora_config__lora_dtype": "auto"}, False),
@@ -115,7 +120,58 @@ class TestSpecialFields:
         settings = collect_settings(self.make(speculative_config__draft_model_config=draft))
         assert "SpeculativeConfig.draft_model_config" not in settings
 
-    @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "NVIDIA_TF32_OVERRIDE"])
+    def test_formats_that_read_other_files_of_a_folder_in_two_formats_count(self, tmp_path: Path) -> None:
+        (tmp_path / "consolidated.safetensors").touch()
+        names = ("auto", "hf", "safetensors", "mistral")
+        settings = [
+            collect_settings(self.make(model_config__model=str(tmp_path), load_config__load_format=name))
+            for name in names
+        ]
+        assert "LoadConfig.load_format" not in settings[0]
+        assert [each["LoadConfig.load_format"] for each in settings[1:]] == [*names[1:]]
+
+    @pytest.mark.parametrize("name", ["audio_model_id", "text_model_id"])
+    def test_weights_of_models_that_config_json_names_count(self, tmp_path: Path, name: str) -> None:
+        folders = [checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two", config={"hidden_size": 8})]
+        plain, *settings = [
+            collect_settings(self.make(model_config__hf_config=SimpleNamespace(**{name: folder}), **more))
+            for folder in (None, *folders)
+            for more in [{"model_config__hf_text_config": SimpleNamespace()}]
+        ]
+        assert f"weights in {name}" not in plain
+        assert [each[f"weights in {name}"] for each in settings] == [*map(fingerprint_model, folders)]
+
+    def test_weights_in_a_folder_of_the_checkpoint_count_if_the_architecture_reads_them(self, tmp_path: Path) -> None:
+        inner = checkpoint(checkpoint(tmp_path / "model") / "whisper-large-v3")
+        settings = [
+            collect_settings(
+                self.make(
+                    model_config__model=str(tmp_path / "model"),
+                    model_config__hf_config=SimpleNamespace(architectures=[name]),
+                    model_config__hf_text_config=SimpleNamespace(),
+                )
+            )
+            for name in ("LlamaForCausalLM", "MoonshotKimiaForCausalLM")
+        ]
+        assert "weights in whisper-large-v3" not in settings[0]
+        assert settings[1]["weights in whisper-large-v3"] == fingerprint_model(inner)
+
+    @pytest.mark.parametrize(
+        ("changes", "is_one"),
+        [
+            ({}, False),
+            ({"model_config__quantization": "fp8"}, True),
+            ({"model_config__quantization_config": {"linear": "fp8"}}, True),
+            ({"cache_config__cache_dtype": "fp8_e4m3"}, True),
+            ({"cache_config__cache_dtype": "bfloat16"}, False),
+        ],
+    )
+    def test_what_is_quantized(self, changes: dict[str, object], is_one: bool) -> None:
+        plain = {"model_config__quantization": None, "model_config__quantization_config": None}
+        config = self.make(**{**plain, "cache_config__cache_dtype": "auto", **changes})
+        assert is_quantized(config) is is_one
+
+    @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "XHS_VIDEO_JPEG_QUALITY", *PRECISION_VARIABLES])
     def test_variables_of_others_that_decide_count(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setenv(name, "0")
         assert collect_settings(self.make())[f"environment {name}"] == "0"
@@ -156,6 +212,12 @@ class TestCheckpoints:
         monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
         assert find_checkpoint(SimpleNamespace(model="a/b", revision="r"), "/cache") == Path("/cache/snapshot")
         assert asked == [("a/b", {"revision": "r", "cache_dir": "/cache", "local_files_only": True})]
+
+    def test_a_name_at_modelscope_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Hugging Face's cache may have other weights under the same name."""
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+        with pytest.raises(ConfigError, match="'a/b' is not a folder, but a name at ModelScope"):
+            find_checkpoint(SimpleNamespace(model="a/b", revision=None))
 
     def test_a_name_that_is_not_there_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def snapshot_download(name: str, **more: object) -> str:
