@@ -39,6 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from prometheus_client import CollectorRegistry
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.version import __version__ as sglang_version
@@ -105,12 +106,12 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
             raise ConfigError(_NO_ENVELOPES)
         # storage_config.model_name is --served-model-name, which may be the path of another model.
         model = _find_model(str(extra.get("model_path") or server.get("model_path") or storage_config.model_name or ""))
+        checkpoint = fingerprint_model(model)
         settings = read_settings(
-            {**_list_adapters(server), **_read_variables()},
+            {**_list_adapters(server), **_read_variables(), **_read_device(_is_quantized(model, server))},
             {*CANNOT_CHANGE_KV, *IN_OTHER_FIELDS},
             FILE_SETTINGS,
         )
-        checkpoint = fingerprint_model(model)
         self._model = digest_settings(checkpoint, settings)
         self._facts = {
             **collect_facts(model, f"SGLang {sglang_version}", "SGLang", checkpoint=checkpoint),
@@ -421,6 +422,26 @@ def _read_variables() -> dict[str, str]:
     """Return the environment variables of SGLang and its libraries that can change KV."""
     known = engine_variables(("SGLANG_", *PRECISION_VARIABLES))
     return {name: text for name, text in known.items() if not name.startswith(NEUTRAL_VARIABLES)}
+
+
+def _is_quantized(model: str, server: Mapping[str, object]) -> bool:
+    """Return whether a server's weights are quantized, by its settings or by the files of the checkpoint ``model``."""
+    config = Path(model, "config.json").read_text()
+    is_marked = any(f'"{name}"' in config for name in ("quantization_config", "compression_config"))
+    return is_marked or bool(server.get("quantization")) or Path(model, "hf_quant_config.json").exists()
+
+
+def _read_device(is_quantized: bool) -> dict[str, str]:
+    """Return the kind of this GPU if it decides in which format SGLang calculates.
+
+    With quantized weights it decides whether activations are quantized, too. On AMD's GPUs it also decides what the
+    bytes of fp8 KV mean: e4m3fnuz on MI300, e4m3fn on later ones, whichever of the two formats the settings name.
+    """
+    if torch.version.hip:
+        return {"device architecture": str(torch.cuda.get_device_properties().gcnArchName)}
+    if not is_quantized or not torch.cuda.is_available():
+        return {}
+    return {"device architecture": "{}.{}".format(*torch.cuda.get_device_capability())}
 
 
 def _find_model(name: str) -> str:

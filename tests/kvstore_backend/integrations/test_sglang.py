@@ -364,6 +364,42 @@ def test_variables_of_libraries_that_change_numbers_part_instances(
     assert len({*namespaces(plain, attach(HostMemory()))}) == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "config", "is_shared"),
+    [
+        ({}, "{}", True),
+        ({"quantization": "fp8"}, "{}", False),
+        ({}, '{"quantization_config": {"quant_method": "fp8"}}', False),
+    ],
+)
+def test_quantized_weights_are_shared_by_one_kind_of_gpus(
+    attach: Attach, model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, config: str, is_shared: bool
+) -> None:
+    """A100 computes with weights of fp8 and other activations, H100 also with activations of fp8."""
+    (model / "config.json").write_text(config)
+    serve(settings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = []
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        found += namespaces(attach(HostMemory()))
+    assert (found[0] == found[1]) is is_shared
+
+
+def test_amds_gpus_share_pages_with_their_own_kind(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of fp8 mean other numbers on MI300 than on others, under one name."""
+    serve({"kv_cache_dtype": "fp8_e4m3"})
+    backends = [attach(HostMemory())]
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    for name in ("gfx942", "gfx942", "gfx950"):
+        properties = SimpleNamespace(gcnArchName=name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda p=properties: p)
+        backends.append(attach(HostMemory()))
+    nvidia, one, same, other = namespaces(*backends)
+    assert one == same
+    assert len({nvidia, one, other}) == 3
+
+
 def test_a_setting_of_a_later_version_has_a_namespace_of_its_own(attach: Attach) -> None:
     plain = attach(HostMemory())
     serve({"a_setting_that_nobody_knows": 1})
