@@ -52,7 +52,11 @@ _MORE_SETTINGS = (
     "kv_cache_scale*.json",
     "*.py",
 )
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pdparams", "*.pt", "*.pth", "*.gguf")
+# Checkpoints of FastDeploy that are divided among ranks have a folder for each.
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pdparams", "*.pt", "*.pth", "*.gguf"),
+    *("rank[0-9]*/*.safetensors", "rank[0-9]*/*.pdparams"),
+)
 # Limit of the safetensors format.
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -187,7 +191,7 @@ def _read_identity(folder: Path) -> Iterator[bytes]:
         raise ConfigError(f"model folder {str(folder)!r} has no weights ({', '.join(_WEIGHTS)})")
     for path in weights:
         size = path.stat().st_size
-        yield f"{path.name}:{size}".encode()
+        yield f"{path.relative_to(folder).as_posix()}:{size}".encode()
         with path.open("rb") as file:
             yield from _sample_safetensors(file, size) if path.suffix == ".safetensors" else _sample_file(file, size)
 
@@ -198,7 +202,7 @@ def stat_weights(folder: str | Path) -> dict[str, tuple[int, ...]]:
     Raises:
         OSError: a file was removed during the call.
     """
-    stats = {path.name: path.stat() for path in _list_weights(Path(folder))}
+    stats = {str(path.relative_to(folder)): path.stat() for path in _list_weights(Path(folder))}
     return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats.items()}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstore_backend import namespace as module
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.namespace import Namespace, fingerprint_model
+from kvstore_backend.namespace import Namespace, fingerprint_model, stat_weights
 
 NAMESPACE = Namespace(
     model="fingerprint",
@@ -198,6 +198,18 @@ def test_a_broken_safetensors_file_is_named(tmp_path: Path, content: bytes) -> N
     (checkpoint(tmp_path / "m") / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.safetensors is not a (complete )?safetensors file"):
         fingerprint_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("rank", [0, 11])
+def test_weights_of_each_rank_of_a_divided_checkpoint_count(tmp_path: Path, rank: int) -> None:
+    """FastDeploy reads only these if there are any, also next to whole weights."""
+    folders = [checkpoint(tmp_path / str(number)) for number in range(3)]
+    for folder, content in zip(folders, (b"one", b"one", b"two"), strict=True):
+        (folder / f"rank{rank}").mkdir()
+        (folder / f"rank{rank}" / "model.pdparams").write_bytes(content)
+    one, same, other = map(fingerprint_model, folders)
+    assert one == same != other
+    assert f"rank{rank}/model.pdparams" in stat_weights(folders[0])
 
 
 @given(content=st.binary(max_size=100))
