@@ -323,12 +323,12 @@ class PrefixIndex:
             ValueError: ``data`` is damaged, or has another version. Then this index is unchanged.
         """
         start = len(_MAGIC) + _CHECKSUM.size
-        view = memoryview(data)
-        if len(data) < start or not data.startswith(_MAGIC):
-            raise ValueError(f"it is not a prefix index of this version: it does not begin with {_MAGIC!r}")
-        if _CHECKSUM.unpack_from(data, len(_MAGIC))[0] != zlib.crc32(view[start:]):
-            raise ValueError("its prefix index is damaged: the checksum does not match")
         at = start + _SIZE.size
+        view = memoryview(data)
+        if not data.startswith(_MAGIC):
+            raise ValueError(f"it is not a prefix index of this version: it does not begin with {_MAGIC!r}")
+        if len(data) < at or _CHECKSUM.unpack_from(data, len(_MAGIC))[0] != zlib.crc32(view[start:]):
+            raise ValueError("its prefix index is damaged: it is too short, or the checksum does not match")
         end = at + _SIZE.unpack_from(data, start)[0]
         header = orjson.loads(view[at:end])
         names, count, num_dropped, now = header["names"], header["nodes"], header["dropped"], self._clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -196,6 +197,15 @@ def test_a_snapshot_says_which_chunks_were_dropped() -> None:
     assert held(other, range(10)) == (10, {"a": 5, "b": 10})
 
 
+def test_a_snapshot_of_another_index_replaces_the_instances() -> None:
+    index, other = PrefixIndex(), PrefixIndex()
+    index.add_chain([1, 2], "a")
+    assert held(index, [1, 2]) == (2, {"a": 2})
+    other.add_chain([1, 2], "b")
+    index.load(other.dump())
+    assert held(index, [1, 2]) == (2, {"b": 2})
+
+
 def test_an_empty_snapshot_is_a_snapshot() -> None:
     index = PrefixIndex()
     index.load(PrefixIndex().dump())
@@ -223,6 +233,14 @@ def test_a_damaged_snapshot_is_ignored(damage: int, cut: bool) -> None:
     with pytest.raises(ValueError, match="prefix index"):
         index.load(broken)
     assert index.look_up([7]).pool == 1
+
+
+@pytest.mark.parametrize("size", range(4))
+def test_a_snapshot_with_a_checksum_and_no_contents_is_ignored(size: int) -> None:
+    contents = bytes(size)
+    first_line = PrefixIndex().dump().partition(b"\n")[0] + b"\n"
+    with pytest.raises(ValueError, match="prefix index"):
+        PrefixIndex().load(first_line + zlib.crc32(contents).to_bytes(4, "little") + contents)
 
 
 def test_no_step_touches_a_large_part_of_the_index() -> None:
