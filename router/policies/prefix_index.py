@@ -362,7 +362,6 @@ class PrefixIndex:
         self._names = names
         self._bits = {name: 1 << place for place, name in enumerate(names) if name}
         self._dropped = dict(zip(dropped, sets[count:], strict=True))
-        self._max_dropped = max(_MIN_DROPPED, 2 * num_dropped)
         self._numbering += 1
 
     def _read_nodes(self) -> _Table:
