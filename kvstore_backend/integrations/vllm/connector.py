@@ -55,6 +55,7 @@ from kvstore_backend.integrations.vllm.support import (
     describe_groups,
     find_memory,
     require_recompute,
+    splits_media,
     warn_of_few_states,
 )
 from kvstore_backend.integrations.vllm.worker import Loaded, WorkerHalf
@@ -121,6 +122,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "loads": self._kv_transfer_config.is_kv_consumer,
                 "saves": self._kv_transfer_config.is_kv_producer,
                 "prefill_wait_s": prefill_wait_s,
+                "skips_media": splits_media(vllm_config),
             }
             if self._is_plain:
                 events = vllm_config.kv_events_config

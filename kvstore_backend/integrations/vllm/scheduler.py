@@ -71,6 +71,7 @@ class Request(Protocol):
     num_computed_tokens: int
     max_tokens: int
     lora_request: Any
+    mm_features: Any
 
     @property
     def num_tokens(self) -> int: ...
@@ -201,6 +202,7 @@ class SchedulerHalf:
             draft layers' KV of a token depends on the next token, which the hash of the token's block may not cover.
         num_rewritten: number of last computed tokens with KV that the next step may write again, as vLLM's MTP with
             several modules does; their blocks are saved later.
+        skips_media: whether requests with images or other media do not use the pool.
     """
 
     def __init__(
@@ -214,11 +216,13 @@ class SchedulerHalf:
         reports_stored: bool = False,
         drops_last: bool = False,
         num_rewritten: int = 0,
+        skips_media: bool = False,
     ) -> None:
         self._backend = backend
         self._num_dropped = int(drops_last)
         self._num_rewritten = num_rewritten
         self._reports_stored = reports_stored
+        self._skips_media = skips_media
         self._stored: list[Stored] = []
         self._block_size = block_size
         self._blocks_per_unit = 1  # number of blocks that are saved for each ``block_size`` tokens
@@ -586,7 +590,12 @@ class SchedulerHalf:
         return [] if adapter is None else name_blocks(request.block_hashes[first:end], adapter, self._epoch)
 
     def _find_adapter(self, request: Request) -> bytes | None:
-        """Return the digest of a request's LoRA adapter: b"" without an adapter, None if the digest is not known."""
+        """Return the digest of a request's LoRA adapter, b"" without an adapter.
+
+        The result is None if the digest is not known, or if the request does not use the pool for another reason.
+        """
+        if self._skips_media and request.mm_features:
+            return None
         return b"" if (lora := request.lora_request) is None else self._adapters.find_digest(lora, len(self._pools))
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:

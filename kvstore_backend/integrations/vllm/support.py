@@ -24,7 +24,15 @@ from kvstore_backend.backend import ConfigError
 from kvstore_backend.groups import Group
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 
-__all__ = ["check_support", "describe_groups", "find_memory", "list_specs", "require_recompute", "warn_of_few_states"]
+__all__ = [
+    "check_support",
+    "describe_groups",
+    "find_memory",
+    "list_specs",
+    "require_recompute",
+    "splits_media",
+    "warn_of_few_states",
+]
 
 logger = logging.getLogger("vllm.kvstore")  # a child of vLLM's logger, with the same handlers and level
 
@@ -206,6 +214,22 @@ def require_recompute(transfer: Any) -> None:
             transfer.kv_load_failure_policy,
         )
         transfer.kv_load_failure_policy = "recompute"
+
+
+def splits_media(vllm_config: Any) -> bool:
+    """Return whether chunks of prompts decide which part of an image its first tokens read.
+
+    This is so in models whose tokens of an image read the whole image, if a chunk may end inside an image.
+    """
+    scheduler = vllm_config.scheduler_config
+    if not vllm_config.model_config.is_mm_prefix_lm or not scheduler.enable_chunked_prefill:
+        return False
+    if not scheduler.disable_chunked_mm_input:
+        logger.warning(
+            "Prompts with images do not use the pool, because the KV of an image depends on where chunks of a prompt "
+            "end in this model; add --disable-chunked-mm-input"
+        )
+    return not scheduler.disable_chunked_mm_input
 
 
 def warn_of_few_states(kv_cache_config: Any, groups: Sequence[Group]) -> None:

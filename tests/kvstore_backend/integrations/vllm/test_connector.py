@@ -77,7 +77,7 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
     cache["enable_prefix_caching"] = True
     model: dict[str, object] = {"is_diffusion": False, "is_prefix_caching_supported": True, "multimodal_config": None}
-    model["model_weights"] = ""
+    model |= {"model_weights": "", "is_mm_prefix_lm": False}
     vllm_config = SimpleNamespace(
         kv_events_config=None,
         speculative_config=None,
@@ -88,7 +88,10 @@ def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, An
         model_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in model.items()}),
         attention_config=SimpleNamespace(use_non_causal=changes.get("use_non_causal", False)),
         load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
+        scheduler_config=SimpleNamespace(
+            enable_chunked_prefill=changes.get("enable_chunked_prefill", True),
+            disable_chunked_mm_input=changes.get("disable_chunked_mm_input", False),
+        ),
     )
     cache_config = SimpleNamespace(
         kv_cache_groups=[KVCacheGroupSpec([], spec)],
@@ -192,6 +195,19 @@ def test_images_without_content_hashes_are_refused(
     items: Any = SimpleNamespace(get_all_counts=lambda: {"image": 1})
     named = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
     assert (named == {"image": ["renderer0-mm-1-image-0"]}) is (is_refused or only_text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits"),
+    [
+        ({}, False),
+        ({"is_mm_prefix_lm": True}, True),
+        ({"is_mm_prefix_lm": True, "disable_chunked_mm_input": True}, False),
+        ({"is_mm_prefix_lm": True, "enable_chunked_prefill": False}, False),
+    ],
+)
+def test_images_that_chunks_may_split_are_known(spec: Any, changes: dict[str, object], splits: bool) -> None:
+    assert support_module.splits_media(config(spec, {}, **changes)[0]) is splits
 
 
 def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
@@ -322,6 +338,7 @@ class ModelConfig(ModelConfigOfVllm):  # type: ignore[misc]
     use_mla = False
     is_diffusion = False
     is_prefix_caching_supported = True
+    is_mm_prefix_lm = False
 
     def get_total_num_kv_heads(self) -> int:
         return HEADS

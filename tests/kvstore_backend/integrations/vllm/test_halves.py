@@ -91,6 +91,7 @@ class Request:
     num_computed_tokens: int = 0
     salt: str = ""
     lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
     num_output_tokens: int = 0
     max_tokens: int = 16
     kv_transfer_params: dict[str, Any] | None = None
@@ -245,6 +246,19 @@ def test_what_one_instance_computes_another_loads(two: tuple[Instance, Instance]
     loaded = second.load(request, [4, 8, 11, 10, 6, 0])
     assert (loaded.requests, loaded.blocks, loaded.failed) == ({"b"}, set(), set())
     assert all(second.has(request, index, block) for index, block in enumerate([4, 8, 11, 10, 6]))
+
+
+def test_prompts_with_images_use_no_pool_where_chunks_decide_their_kv(store: StorageBackend) -> None:
+    with (
+        contextlib.closing(Instance(store, skips_media=True)) as first,
+        contextlib.closing(Instance(store, skips_media=True)) as second,
+    ):
+        table = [7, 3, 5, 1, 2, 9]
+        first.compute(make_request(mm_features=["an image"]), table)
+        assert second.match_request(make_request(name="b")) == 0, "nothing was saved"
+        first.compute(make_request(name="c"), table)
+        assert second.match_request(make_request(name="d", mm_features=["an image"])) == 0
+        assert second.match_request(make_request(name="e")) == 20
 
 
 def test_what_the_instance_has_itself_is_not_asked_for(two: tuple[Instance, Instance]) -> None:
