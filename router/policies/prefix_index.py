@@ -176,7 +176,7 @@ class PrefixIndex:
             if start and (ended := present & ~node.holders):
                 own.update(dict.fromkeys(self._name_holders(ended), start))
             present &= node.holders
-        if present > 0:
+        if end:
             own.update(dict.fromkeys(self._name_holders(present), end))
         if old_start < end:
             for name in [name for name, own_end in own.items() if own_end > old_start]:
@@ -266,7 +266,7 @@ class PrefixIndex:
         for first in cached:
             node = self._parts[first & _PART_BITS].get(first)
             if node is not None:
-                self._add_holder(node, _find_end(node.chunks, 0, len(node.chunks), cached.__contains__), bit)
+                self._add_holder(node, _find_end(node.chunks, 1, len(node.chunks), cached.__contains__), bit)
 
     def set_aging(self, key: str, has_chunk: Callable[[int], bool] | None) -> None:
         """Set how the index finds out that the instance ``key`` has evicted a chunk.
@@ -471,8 +471,8 @@ class PrefixIndex:
             if holders:
                 seen |= holders
                 for name in self._name_holders(holders):
-                    if own.get(name, 0) > place:
-                        own[name] = place
+                    if name in own:
+                        own[name] = min(own[name], place)
 
     def _remove_old_nodes(self, now: float) -> None:
         """Remove some of the nodes that were not used for a lifetime."""
