@@ -508,12 +508,27 @@ def test_a_prompt_that_branches_while_a_snapshot_is_made_is_in_it(place: int, co
     def branch() -> None:
         index.add_chain([*prompt[:common], 10_000, 10_255], "c")
         index.add_chain([*prompt[:1], 20_000, 20_255], "c")
-        index.add_chain(prompt, "a")
 
     index._parts = Interrupted(index._parts, place, branch)
     other.load(index.dump())
     pool, own = held(other, prompt)
     assert (pool, own["a"]) == (6, 6)
+
+
+def test_a_prompt_that_is_used_while_a_snapshot_is_made_is_in_it() -> None:
+    now = 0.0
+    index, other = PrefixIndex(clock=lambda: now), PrefixIndex()
+    index.add_chain([0, 200], "a")
+    index.add_chain([0, 201], "a")
+
+    def use() -> None:  # after the node of chunk 0 was read, and before the others are read
+        nonlocal now
+        now = 5.0
+        index.add_chain([0, 200], "b")
+
+    index._parts = Interrupted(index._parts, 100, use)
+    other.load(index.dump())
+    assert held(other, [0, 200]) == (2, {"a": 2})
 
 
 def test_a_snapshot_names_the_right_instances_if_their_numbers_change_meanwhile() -> None:
