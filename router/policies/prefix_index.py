@@ -327,7 +327,7 @@ class PrefixIndex:
         view = memoryview(data)
         if not data.startswith(_MAGIC):
             raise ValueError(f"it is not a prefix index of this version: it does not begin with {_MAGIC!r}")
-        if len(data) < at or _CHECKSUM.unpack_from(data, len(_MAGIC))[0] != zlib.crc32(view[start:]):
+        if len(data) <= at or _CHECKSUM.unpack_from(data, len(_MAGIC))[0] != zlib.crc32(view[start:]):
             raise ValueError("its prefix index is damaged: it is too short, or the checksum does not match")
         end = at + _SIZE.unpack_from(data, start)[0]
         header = orjson.loads(view[at:end])

@@ -213,7 +213,7 @@ def test_a_damaged_snapshot_is_ignored(damage: int, cut: bool) -> None:
     assert index.look_up([7]).pool == 1
 
 
-@pytest.mark.parametrize("size", range(4))
+@pytest.mark.parametrize("size", range(5))
 def test_a_snapshot_with_a_checksum_and_no_contents_is_ignored(size: int) -> None:
     contents = bytes(size)
     first_line = PrefixIndex().dump().partition(b"\n")[0] + b"\n"
