@@ -39,7 +39,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from prometheus_client import CollectorRegistry
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.version import __version__ as sglang_version
@@ -56,6 +55,7 @@ from kvstore_backend.integrations.sglang_settings import (
 from kvstore_backend.manifest import collect_facts
 from kvstore_backend.namespace import Namespace, fingerprint_model
 from kvstore_backend.pool import BlockPool, count_leading, open_pool
+from kvstore_backend.staging.cuda import find_architecture
 
 __all__ = ["KvstoreHiCache"]
 
@@ -437,11 +437,9 @@ def _read_device(is_quantized: bool) -> dict[str, str]:
     With quantized weights it decides whether activations are quantized, too. On AMD's GPUs it also decides what the
     bytes of fp8 KV mean: e4m3fnuz on MI300, e4m3fn on later ones, whichever of the two formats the settings name.
     """
-    if torch.version.hip:
-        return {"device architecture": str(torch.cuda.get_device_properties().gcnArchName)}
-    if not is_quantized or not torch.cuda.is_available():
-        return {}
-    return {"device architecture": "{}.{}".format(*torch.cuda.get_device_capability())}
+    architecture = find_architecture()
+    is_amds = architecture.startswith("gfx")
+    return {"device architecture": architecture} if is_amds or (is_quantized and architecture) else {}
 
 
 def _find_model(name: str) -> str:

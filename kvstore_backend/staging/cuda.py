@@ -12,7 +12,14 @@ import torch
 from kvstore_backend.staging.device import Step, Stream
 from kvstore_backend.transfers import Event
 
-__all__ = ["CudaDevice"]
+__all__ = ["CudaDevice", "find_architecture"]
+
+
+def find_architecture() -> str:
+    """Return the architecture of the current GPU, such as ``9.0`` or AMD's ``gfx942``; empty without a GPU."""
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties().gcnArchName)
+    return "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
 
 
 class CudaDevice:

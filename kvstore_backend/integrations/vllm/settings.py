@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +68,7 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
     folder = Path(model.model)
     if folder.is_dir():
         return folder
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+    if any(text.strip().lower() in ("1", "true") for text in select_variables(["VLLM_USE_MODELSCOPE"]).values()):
         raise ConfigError(f"model {model.model!r} is not a folder, but a name at ModelScope; give vLLM its folder")
     from huggingface_hub import snapshot_download
 
