@@ -12,6 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,9 +32,12 @@ __all__ = [
     "fingerprint_config",
     "fingerprint_model",
     "key_prefix",
+    "mark_changed_weights",
     "parse_key",
     "stat_weights",
 ]
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 """Version of the format of stored blocks. It is increased when the format changes; other versions are not read."""
@@ -176,12 +183,49 @@ def fingerprint_config(folder: str | Path) -> str:
     return hashlib.sha256(_read_configuration(Path(folder))).hexdigest()[:32]
 
 
+def mark_changed_weights(version: str, folder: str | Path, age: float | None = None) -> str:
+    """Return ``Namespace.weights_version`` for weights that this process loaded from a checkpoint's folder.
+
+    If a file has changed after the process began, the process may have loaded other weights than those that
+    ``fingerprint_model`` reads. The result then belongs to this process alone, and a warning is logged.
+
+    Args:
+        version: the version of the weights without such a change.
+        folder: the folder of the checkpoint.
+        age: seconds since the process began; by default those of this process.
+    """
+    now = time.time()
+    since = now - (_find_age() if age is None else age)
+    files = [Path(folder, "config.json"), *_list_settings(Path(folder)), *_list_weights(Path(folder))]
+    try:
+        changed = next((path for path in files if since < path.stat().st_ctime <= now), None)
+    except FileNotFoundError as exc:
+        changed = Path(exc.filename)
+    if changed is None:
+        return version
+    logger.warning(
+        "%s has changed since this process began, so the process may have loaded other weights than those in the "
+        "folder now; it shares no blocks until it restarts",
+        changed,
+    )
+    return f"{version} {uuid.uuid4()}".strip()
+
+
+def _find_age() -> float:
+    """Return the seconds since this process began, or up to 0.1 less; 0 if the system does not say it."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") - 0.1)
+
+
 def _read_identity(folder: Path) -> Iterator[bytes]:
     """Yield the bytes from which the fingerprint of a checkpoint is computed, in a fixed order."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {str(folder)!r} does not exist")
     yield _read_configuration(folder)
-    for path in sorted({path for pattern in _MORE_SETTINGS for path in folder.glob(pattern)}):
+    for path in _list_settings(folder):
         yield path.name.encode()
         yield path.read_bytes()
     for index in sorted(folder.glob("*.index.json")):
@@ -204,6 +248,10 @@ def stat_weights(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """
     stats = {str(path.relative_to(folder)): path.stat() for path in _list_weights(Path(folder))}
     return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats.items()}
+
+
+def _list_settings(folder: Path) -> list[Path]:
+    return sorted({path for pattern in _MORE_SETTINGS for path in folder.glob(pattern)})
 
 
 def _list_weights(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ READERS = {
     "engine/protocol.py": (1, "the member created of answers"),
     "kvcommon/spans.py": (1, "when a span began, for its receiver"),
     "kvstore_backend/cli/certify/command.py": (1, "when the cases were run, as text"),
+    "kvstore_backend/namespace.py": (1, "when files changed since this process began, whose times the kernel gives"),
     "kvstore_backend/manifest_keeper.py": (1, "when a manifest was written, as text"),
     "kvstore_backend/stores/file/ledger.py": (1, "the modification times of files, which the kernel gives, too"),
     "kvstore_backend/stores/file/store.py": (1, "the modification times of files, which the kernel gives, too"),

@@ -114,7 +114,10 @@ class ModelRunner:
         transformers_logging.disable_progress_bar()
         self.device = torch.device(device)
         choose_kernels(self.device)
+        fingerprint = fingerprint_model(folder)
         self.model, self._lacking = read_model(folder, dtype, is_copied=has_dynamic_weights)
+        if fingerprint_model(folder) != fingerprint:
+            raise ConfigError(f"{folder} changed while its weights were loaded; start again")
         self.version = read_version(folder)
         """The version of the weights, from ``version.yaml`` or from the last update; "" if there is none."""
         named = name_weights(self.version, self.model) if has_dynamic_weights else self.version
@@ -130,7 +133,7 @@ class ModelRunner:
         self.facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
         precision = "".join(f" with {name}={text}" for name, text in select_variables(PRECISION_VARIABLES).items())
         self.namespace = Namespace(
-            model=fingerprint_model(folder),
+            model=fingerprint,
             kv_dtype=str(dtype).removeprefix("torch."),
             block_size=block_size,
             num_layers=self.shape.num_layers,

@@ -53,7 +53,7 @@ from kvstore_backend.integrations.sglang_settings import (
     NEUTRAL_VARIABLES,
 )
 from kvstore_backend.manifest import collect_facts
-from kvstore_backend.namespace import Namespace, fingerprint_model
+from kvstore_backend.namespace import Namespace, fingerprint_model, mark_changed_weights
 from kvstore_backend.pool import BlockPool, count_leading, open_pool
 from kvstore_backend.staging.cuda import find_architecture
 
@@ -107,6 +107,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         # storage_config.model_name is --served-model-name, which may be the path of another model.
         model = _find_model(str(extra.get("model_path") or server.get("model_path") or storage_config.model_name or ""))
         checkpoint = fingerprint_model(model)
+        self._weights_version = mark_changed_weights(self._weights_version, model)
         settings = read_settings(
             {**_list_adapters(server), **_read_variables(), **_read_device(_is_quantized(model, server))},
             {*CANNOT_CHANGE_KV, *IN_OTHER_FIELDS},

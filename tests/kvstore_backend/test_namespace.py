@@ -3,6 +3,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstore_backend import namespace as module
 from kvstore_backend.backend import ConfigError
-from kvstore_backend.namespace import Namespace, fingerprint_model, stat_weights
+from kvstore_backend.namespace import Namespace, fingerprint_model, mark_changed_weights, stat_weights
 
 NAMESPACE = Namespace(
     model="fingerprint",
@@ -198,6 +200,25 @@ def test_a_broken_safetensors_file_is_named(tmp_path: Path, content: bytes) -> N
     (checkpoint(tmp_path / "m") / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.safetensors is not a (complete )?safetensors file"):
         fingerprint_model(tmp_path / "m")
+
+
+def test_weights_that_changed_after_the_start_belong_to_one_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint(tmp_path / "m")
+    assert mark_changed_weights("2", folder, age=0) == "2"
+    marked = {mark_changed_weights("2", folder, age=3600) for _ in range(2)}
+    assert len(marked) == 2
+    assert all(version.startswith("2 ") for version in marked)
+    assert f"{folder / 'config.json'} has changed since this process began" in caplog.text
+
+
+def test_a_process_began_before_its_own_files_and_after_older_ones(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m")
+    assert mark_changed_weights("", folder) != ""
+    ask = f"from kvstore_backend.namespace import mark_changed_weights as mark; print([mark('', {str(folder)!r})])"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert asked.stdout.strip() == "['']"
 
 
 @pytest.mark.parametrize("rank", [0, 11])

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -20,7 +21,7 @@ from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
 from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint, is_quantized
 from kvstore_backend.integrations.vllm.support import list_specs
 from kvstore_backend.manifest import collect_facts
-from kvstore_backend.namespace import Namespace, fingerprint_model
+from kvstore_backend.namespace import Namespace, fingerprint_model, mark_changed_weights
 from kvstore_backend.resharding import ShardingFamily, find_family
 from kvstore_backend.resharding.family import HEAD
 
@@ -92,6 +93,9 @@ def build_namespace(
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
     }
     folder = find_checkpoint(model, vllm_config.load_config.download_dir)
+    version = str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", ""))
+    if Path(model.model).is_dir():  # vLLM itself downloads the files of other models
+        version = mark_changed_weights(version, folder)
     digest = hashlib.sha256(fingerprint_model(folder).encode())
     digest.update(json.dumps(_collect_settings(vllm_config), sort_keys=True).encode())
     return Namespace(
@@ -104,7 +108,7 @@ def build_namespace(
         # Each attention backend has its own order of a block's bytes, which may change with vLLM's version.
         layout=f"vllm {vllm.__version__} {'+'.join(sorted(backends))} "
         f"{_describe_layout(vllm_config, kv_cache_config, groups, memory)}",
-        weights_version=str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", "")),
+        weights_version=version,
         tp_size=parallel.tensor_parallel_size,
         tp_rank=get_tensor_model_parallel_rank(),
     )

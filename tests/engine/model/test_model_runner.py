@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BloomConfig, Qwen2Config, Qwen3NextConfig, StableLmConfig
 
-from engine.model.checkpoint import choose_device, choose_dtype, load_model_config
+from engine.model.checkpoint import choose_device, choose_dtype, load_model_config, read_model
 from engine.model.model_runner import ModelRunner
 from engine.scheduling.request import SamplingDefaults
 from kvstore_backend import ConfigError
@@ -84,6 +84,21 @@ def test_blocks_lie_one_after_another_without_a_gap(tiny_checkpoint: Path) -> No
     assert spans[0].address == runner.kv.data_ptr()
     assert [span.address + span.nbytes for span in spans[:-1]] == [span.address for span in spans[1:]]
     assert sum(span.nbytes for span in spans) == runner.kv.numel() * runner.kv.element_size()
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "m")
+
+    def read(*args: Any, **options: Any) -> Any:
+        found = read_model(*args, **options)
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace("{", '{"more": 1,', 1))
+        return found
+
+    monkeypatch.setattr("engine.model.model_runner.read_model", read)
+    with pytest.raises(ConfigError, match="changed while its weights were loaded; start again"):
+        runner_of(folder)
 
 
 @pytest.mark.parametrize("name", PRECISION_VARIABLES)

@@ -21,6 +21,7 @@ from kvstore_backend.backend import ConfigError
 from kvstore_backend.config import PRECISION_VARIABLES
 from kvstore_backend.integrations.sglang_settings import CAN_CHANGE_KV, CANNOT_CHANGE_KV
 from kvstore_backend.manifest import Manifest
+from kvstore_backend.namespace import mark_changed_weights
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.why_miss import compare_setups
@@ -94,8 +95,9 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def attach(integration: Any, model: Path, tmp_path: Path) -> Iterator[Attach]:
+def attach(integration: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
     """Makes a backend as SGLang's factory does, over one folder for all of a test."""
+    monkeypatch.setattr(integration, "mark_changed_weights", lambda version, folder: version)
     opened: list[Any] = []
 
     def make(host: HostMemory, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -220,6 +222,14 @@ def test_other_weights_share_no_pages(attach: Attach, model: Path, tmp_path: Pat
     (other / "model.bin").write_bytes(b"finetun")
     attach(HostMemory()).batch_set_v1(["a"], indices(0))
     assert attach(HostMemory(), {"model_path": str(other)}).batch_exists(["a"]) == 0
+
+
+def test_weights_that_changed_while_a_server_loaded_them_are_not_shared(
+    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = attach(HostMemory())
+    monkeypatch.setattr(integration, "mark_changed_weights", mark_changed_weights)
+    assert len({*namespaces(before, attach(HostMemory()), attach(HostMemory()))}) == 3
 
 
 def test_servers_that_serve_two_models_under_the_path_of_one_share_no_pages(

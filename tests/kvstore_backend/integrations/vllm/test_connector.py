@@ -48,7 +48,7 @@ from kvstore_backend.integrations.vllm.metrics import KVStoreStats
 from kvstore_backend.integrations.vllm.namespace import collect_instance_facts, find_readable_family
 from kvstore_backend.integrations.vllm.scheduler import SchedulerHalf
 from kvstore_backend.integrations.vllm.support import find_memory
-from kvstore_backend.namespace import fingerprint_model
+from kvstore_backend.namespace import fingerprint_model, mark_changed_weights
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from tests.kvstore_backend.integrations.vllm.test_halves import Blocks, Request
@@ -488,6 +488,7 @@ class Table:
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process group is up here."""
     monkeypatch.setattr(namespace_module, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(namespace_module, "mark_changed_weights", lambda version, folder: version)
     monkeypatch.setattr(connector_module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
@@ -671,6 +672,13 @@ class TestTwoInstances:
                 value = {**config.kv_transfer_config.kv_connector_extra_config, **value}
             object.__setattr__(getattr(config, kind), name, value)
         with contextlib.closing(VllmInstance(config)) as other:
+            assert other.rank.namespace.digest != two[0].rank.namespace.digest
+
+    def test_weights_that_changed_while_vllm_loaded_them_are_not_shared(
+        self, two: tuple[VllmInstance, VllmInstance], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(namespace_module, "mark_changed_weights", mark_changed_weights)
+        with contextlib.closing(VllmInstance(make_config(folder, tmp_path / "pool"))) as other:
             assert other.rank.namespace.digest != two[0].rank.namespace.digest
 
     @pytest.mark.parametrize(("cache_dtype", "is_shared"), [("auto", True), ("fp8", False)])
