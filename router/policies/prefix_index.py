@@ -352,7 +352,7 @@ class PrefixIndex:
         # From the newest to the oldest, as many as there is room for. A parent is never older than its children.
         for place in sorted(range(count), key=ages.__getitem__):
             most = min(lengths[place], self._max_entries - self._num_chunks)
-            if not most or self._num_nodes * _CHUNKS_PER_NODE > self._max_entries:
+            if not most or (self._num_nodes + 1) * _CHUNKS_PER_NODE > self._max_entries:
                 break
             chunks = hashes[starts[place] : starts[place] + most]
             node = _Node(chunks, nodes.get(parents[place]), sets[place], now - ages[place])

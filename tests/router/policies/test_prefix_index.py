@@ -46,6 +46,11 @@ def test_prompts_of_one_chunk_need_more_memory_so_there_may_be_fewer() -> None:
         index.add_chain([chunk], "a")
     assert len(index) == 20
     assert index.look_up([980]).pool == 1
+    larger, smaller = PrefixIndex(max_entries=1000), PrefixIndex(max_entries=100)
+    for chunk in range(1000):
+        larger.add_chain([chunk], "a")
+    smaller.load(larger.dump())
+    assert len(smaller) == 20
 
 
 def test_a_chain_of_many_branches_is_known_to_its_end() -> None:
@@ -461,6 +466,10 @@ def test_a_prompt_of_many_branches_names_each_instance_once() -> None:
         index.add_chain([*range(end), 1000 + end], f"{end % 100}")
     assert set(index.look_up(range(500)).own.values()) == set(range(400, 500))
     assert index.num_named <= 100
+    index.drop_chunks(range(400, 500), "99")
+    index.num_named = 0
+    assert index.look_up(range(500)).own["99"] == 400
+    assert index.num_named <= 101
 
 
 def test_an_instance_whose_small_cache_is_known_again_does_not_read_the_whole_index() -> None:
@@ -513,6 +522,7 @@ def test_a_prompt_that_branches_while_a_snapshot_is_made_is_in_it(place: int, co
     other.load(index.dump())
     pool, own = held(other, prompt)
     assert (pool, own["a"]) == (6, 6)
+    assert index._moved is None
 
 
 def test_a_prompt_that_is_used_while_a_snapshot_is_made_is_in_it() -> None:
