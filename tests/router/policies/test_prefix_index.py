@@ -452,24 +452,32 @@ def test_instances_that_dropped_chunks_do_not_each_read_the_prompt() -> None:
     assert prompt.num_read < 5000
 
 
+class CountedNames(PrefixIndex):
+    """An index that counts the names of instances that it looks up."""
+
+    num_named = 0
+
+    def _name_holders(self, holders: int) -> tuple[str, ...]:
+        names = super()._name_holders(holders)
+        self.num_named += len(names)
+        return names
+
+
+def test_an_instance_that_dropped_many_chunks_of_a_prompt_is_named_once_for_them() -> None:
+    index = CountedNames()
+    for number in range(50):
+        index.add_chain(range(100), f"{number}")
+        index.drop_chunks(range(50 + number, 100), f"{number}")
+    assert index.look_up(range(100)).own == {f"{number}": 50 + number for number in range(50)}
+    assert index.num_named <= 50 + 50
+
+
 def test_a_prompt_of_many_branches_names_each_instance_once() -> None:
-    class Counted(PrefixIndex):
-        num_named = 0
-
-        def _name_holders(self, holders: int) -> tuple[str, ...]:
-            names = super()._name_holders(holders)
-            self.num_named += len(names)
-            return names
-
-    index = Counted()
+    index = CountedNames()
     for end in range(1, 500):
         index.add_chain([*range(end), 1000 + end], f"{end % 100}")
     assert set(index.look_up(range(500)).own.values()) == set(range(400, 500))
     assert index.num_named <= 100
-    index.drop_chunks(range(400, 500), "99")
-    index.num_named = 0
-    assert index.look_up(range(500)).own["99"] == 400
-    assert index.num_named <= 101
 
 
 def test_an_instance_whose_small_cache_is_known_again_does_not_read_the_whole_index() -> None:
