@@ -405,12 +405,13 @@ class StreamMerger:
             return []  # the event has only a role, which the client already has
         if self._prompt_tokens is None and (found := PROMPT_IDS.search(event)):
             self._note_prompt(found.group(1))
-        sent = event if self._segment == 0 else self._as_first_segment(chunk)
+        sent, has_begun = event if self._segment == 0 else self._as_first_segment(chunk), self._begun
         self._note_chunk(chunk)
         if not self._client_wants_ids:
             return [strip_token_ids(sent)]
         if self._held and not any(choice.get("finish_reason") for choice in find_choices(chunk)):
             self._withheld.append(sent)
+            self._begun = has_begun
             return []
         given = [*self._withheld, sent]
         self._withheld.clear()
@@ -433,6 +434,7 @@ class StreamMerger:
                 for place in (chunk, choice, find_message(choice)):
                     place.pop("prompt_token_ids", None)
                     place.pop(CACHE_COUNTS, None)
+                find_message(choice).pop("role", None)  # clients join the roles of all chunks, as they join the texts
             logprobs = choice.get("logprobs")
             if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
                 offsets = logprobs["text_offset"]

@@ -370,6 +370,21 @@ def test_tokens_held_back_when_a_segment_ended_come_from_the_next_one_alone() ->
     assert _ids_of(given) == [1, 2]
 
 
+@pytest.mark.parametrize("first", ["a", ""], ids=["sent", "held back"])
+def test_the_beginning_of_an_answer_is_sent_once(first: str) -> None:
+    beginning = {"role": "assistant", "prompt_token_ids": [7]}
+    merger = StreamMerger(_body(stream=True, return_token_ids=True))
+    given = merger.feed(_event(delta={**beginning, "content": first, "completion_token_ids": [1]}))
+    merger.begin_segment()  # its instance has died
+    given += merger.feed(_event(delta={**beginning, "content": "b", "completion_token_ids": [2]}))
+    deltas = [json.loads(event.removeprefix(b"data: "))["choices"][0]["delta"] for event in given.split(b"\n\n")[:-1]]
+    assert "".join(delta["content"] for delta in deltas) == first + "b"
+    assert [{name: delta.get(name) for name in beginning} for delta in deltas] == [
+        beginning,
+        *[dict.fromkeys(beginning)] * (len(deltas) - 1),
+    ]
+
+
 def _ids_of(events: bytes) -> list[int]:
     """The ids that a client reads in the chunks of a chat."""
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events.split(b"\n\n") if event]
