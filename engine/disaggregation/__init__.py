@@ -14,7 +14,8 @@ Each request has one TCP connection, from P to D's connector port. A message is 
 
     sender   type       members
     P        begin      request_id; the prompt: num_tokens, hashes of its full blocks, digest of all tokens;
-                        namespace and protocol, if P can write directly. Sent while P computes the prompt.
+                        sampling: how P samples the first token; namespace and protocol, if P can write directly.
+                        Sent while P computes the prompt.
     D        reserved   session, addresses, num_cached. P writes the blocks from index num_cached on to the
                         addresses; D has the blocks before them in its prefix cache.
     D        refused    reason. D has no free blocks, or P cannot write to D. P uses the pool.
