@@ -183,7 +183,9 @@ class EngineCore:
             )
         # Sparse attention is for decode. A request for one token never decodes, and prefill instances have only those.
         if self._runner.retrieval and sequence.request.params.max_tokens > 1:
-            sequence.regime = self._runner.retrieval.config.choose_regime(sequence.num_prompt_tokens)
+            # If another instance began the answer, it has chosen by the tokens before the answer.
+            num_tokens = sequence.num_prompt_tokens - sequence.request.num_begun
+            sequence.regime = self._runner.retrieval.config.choose_regime(num_tokens)
 
         sequence.submitted_at = time.monotonic()
         self.metrics.requests.inc()

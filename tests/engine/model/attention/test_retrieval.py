@@ -96,6 +96,18 @@ def test_regimes_are_chosen_by_each_prompts_length(tiny_checkpoint: Path, dense:
     assert tokens_of(answers)[1] == dense[1]
 
 
+def test_an_answer_that_another_instance_began_continues_in_the_regime_of_its_prompt(
+    tiny_checkpoint: Path, dense: list[list[int]]
+) -> None:
+    prompt, begun, rest = PROMPTS[0], dense[0][:10], dense[0][10:]
+    request = Request("r", (*prompt, *begun), SamplingParams(len(rest), temperature=0.0), num_begun=len(begun))
+    retrieval = config(topk_percent=0.1, dense_boundary=len(prompt) + 1)
+    with Engine(tiny_checkpoint, num_blocks=100, retrieval=retrieval) as running:
+        answering = Answering(EngineSequence(request, BLOCK))
+        running.core.submit(answering.sequence, answering.listener)
+        assert answering.wait() == rest
+
+
 @pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
 def test_batch_mates_do_not_change_a_sparse_answer(tiny_checkpoint: Path, regime: dict[str, int]) -> None:
     settings = config(topk_percent=0.3, **regime)
