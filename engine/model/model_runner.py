@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers.utils import logging as transformers_logging
 
 from engine.model.attention import paged
@@ -131,7 +132,6 @@ class ModelRunner:
             for member in self.groups.members
         ]
         self.facts = collect_facts(folder, "fastdeploy-kvstore engine", "kvstore")
-        precision = "".join(f" with {name}={text}" for name, text in select_variables(PRECISION_VARIABLES).items())
         self.namespace = Namespace(
             model=fingerprint,
             kv_dtype=str(dtype).removeprefix("torch."),
@@ -139,7 +139,7 @@ class ModelRunner:
             num_layers=self.shape.num_layers,
             num_kv_heads=kv_heads,
             head_size=head_dim,
-            layout=(f"{LAYOUT} of {groups}" if (groups := self.groups.describe()) else LAYOUT) + precision,
+            layout=_describe_layout(self.groups.describe()),
             weights_version=named,
         )
         self._configuration = fingerprint_config(folder)
@@ -401,6 +401,17 @@ class ModelRunner:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _describe_layout(groups: str) -> str:
+    """Return ``Namespace.layout``: the axes, and what decides the bytes besides the model.
+
+    Args:
+        groups: the groups of layers, as ``LayerGroups.describe`` returns them.
+    """
+    precision = "".join(f" with {name}={text}" for name, text in select_variables(PRECISION_VARIABLES).items())
+    # Another version of transformers may compute the same model differently.
+    return f"transformers {transformers.__version__} {LAYOUT}{groups and f' of {groups}'}{precision}"
 
 
 def _map_on_demand(nbytes: int) -> mmap.mmap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import logging
 import math
@@ -144,4 +145,8 @@ def _collect_settings(vllm_config: Any) -> dict[str, object]:
     # GPUs differ in which formats of few bits they calculate with, and in the meaning of fp8 bytes (AMD's MI300).
     if is_quantized(vllm_config) and (capability := current_platform.get_device_capability()) is not None:
         settings["device capability"] = capability.as_version_str()
+    # Images are processed, and models that vLLM itself does not have are computed, by transformers.
+    model = vllm_config.model_config
+    if model.multimodal_config is not None or model.architecture.startswith("Transformers"):
+        settings["transformers"] = importlib.metadata.version("transformers")
     return settings

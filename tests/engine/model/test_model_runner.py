@@ -110,6 +110,14 @@ def test_instances_that_calculate_with_another_precision_share_no_blocks(
     assert runner_of(tiny_checkpoint).namespace.digest != plain.digest
 
 
+def test_instances_with_different_versions_of_transformers_share_no_blocks(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = runner_of(tiny_checkpoint).namespace
+    monkeypatch.setattr("engine.model.model_runner.transformers.__version__", "5.99.0")
+    assert runner_of(tiny_checkpoint).namespace.digest != plain.digest
+
+
 def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path) -> None:
     assert runner_of(word_model).eos_token_ids == {256, 258}
 

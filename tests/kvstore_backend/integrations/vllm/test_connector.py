@@ -360,7 +360,7 @@ def make_config(folder: Path, pool: Path, **extra: object) -> Any:
     config.attention_config = make_plain(configs.AttentionConfig)
     config.model_config = make_plain(ModelConfig)
     model: dict[str, object] = {"model": str(folder), "dtype": torch.float32, "max_model_len": 64, "hf_config": None}
-    model["override_generation_config"] = {}
+    model |= {"override_generation_config": {}, "_architecture": "LlamaForCausalLM"}
     for name, value in {**model, "hf_text_config": SimpleNamespace(rope_parameters=None), "revision": None}.items():
         object.__setattr__(config.model_config, name, value)
     for name, value in {
@@ -692,6 +692,21 @@ class TestTwoInstances:
             monkeypatch.setattr(namespace_module.current_platform, "get_device_capability", lambda c=capability: c)
             config = make_config(folder, tmp_path / "pool")
             object.__setattr__(config.cache_config, "cache_dtype", cache_dtype)
+            with contextlib.closing(VllmInstance(config)) as instance:
+                digests.add(instance.rank.namespace.digest)
+        assert (len(digests) == 1) is is_shared
+
+    @pytest.mark.parametrize(
+        ("architecture", "is_shared"), [("LlamaForCausalLM", True), ("TransformersForCausalLM", False)]
+    )
+    def test_models_that_transformers_computes_have_its_version_in_the_namespace(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, is_shared: bool
+    ) -> None:
+        digests = set()
+        for number in ("5.1.0", "5.2.0"):
+            monkeypatch.setattr("importlib.metadata.version", lambda _, number=number: number)
+            config = make_config(folder, tmp_path / "pool")
+            object.__setattr__(config.model_config, "_architecture", architecture)
             with contextlib.closing(VllmInstance(config)) as instance:
                 digests.add(instance.rank.namespace.digest)
         assert (len(digests) == 1) is is_shared
