@@ -271,7 +271,10 @@ class RouterApp:
         return Snapshot(Path(path), self.registry, self.selector.policies, versions=self.fleet_sync)
 
     def _make_recorder(self) -> FlightRecorder | None:
-        """Return the flight recorder; None if it is off, or if this worker replaces a dead worker and cannot write."""
+        """Return the flight recorder; None if it is off.
+
+        If its files cannot be created, raise ``SettingsError``. A worker that replaces a dead one returns None instead.
+        """
         if not self.settings.flight_recorder:
             return None
         try:
@@ -749,7 +752,7 @@ def _format_registration(registration: Registration) -> dict[str, Any]:
 def _describe_instance(instance: Instance) -> dict[str, Any]:
     """Return the entry of an instance in ``/registered``: all fields that it sent, and its state.
 
-    The names are those of FastDeploy's Go router.
+    The members have the names that FastDeploy's Go router uses.
     """
     registration = instance.registration
     return {
@@ -775,7 +778,7 @@ def _describe_instance(instance: Instance) -> dict[str, Any]:
 
 
 def _describe_target(instance: Instance) -> dict[str, Any]:
-    """Return an instance as a target for Prometheus (http_sd_configs). It shows nothing that ``/metrics`` hides."""
+    """Return an instance as a target for Prometheus (http_sd_configs). It has no confidential fields."""
     registration = instance.registration
     address = instance.address._replace(port=registration.metrics_port)
     labels = {"instance": instance.key, "role": registration.role.value, "engine": registration.engine.value}

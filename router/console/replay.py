@@ -123,7 +123,7 @@ def _read_lines(paths: Iterable[Path]) -> tuple[list[_Line], bool]:
 
 
 class _Ring:
-    """Turns the entries of one process into lines of the timeline."""
+    """Converts the entries of one process, from its two files, to lines of the timeline."""
 
     def __init__(self, name: str) -> None:
         self._process = name
@@ -238,7 +238,7 @@ def _name_request(entry: dict[str, Any]) -> str:
 
 
 def _list_ids(entry: dict[str, Any]) -> frozenset[str]:
-    """Return the ids by which a request can be found: its own id, those at engines, the client's ids, the trace id."""
+    """Return the ids by which a request can be found: its own id, its ids at engines, the client's, the trace id."""
     own = entry["id"]
     engines = {f"{prefix}{own}" for prefix in ("", "chatcmpl-", "cmpl-")} if own else set()
     return frozenset({*engines, *entry.get("client_ids", {}).values(), entry.get("trace_id", "")} - {""})

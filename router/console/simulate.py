@@ -10,8 +10,8 @@ request's time to first token is its waiting time plus the time of its prefill. 
 With ``--routers N``, there are N router processes, and one of them, drawn at random, chooses the instance of a request.
 Each process has its own policy, which learns from its own requests. Loads and prompts of other processes arrive through
 the router's own ``LoadSync`` and ``PrefixSync``: sent at the router's intervals, with a delay of ``--propagation-ms``.
-The timestamps in Mooncake's traces have steps of 3 s, and a process cannot know the choices that others make at the
-same time. So add ``--spread`` to compare numbers of processes.
+In Mooncake's traces, all requests within 3 s have the same timestamp, and a process cannot know what other processes
+choose at the same time. So compare numbers of processes with ``--spread``, which spreads these requests over the 3 s.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Blocks:
         return next((i for i, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def use_blocks(self, blocks: Iterable[int]) -> None:
-        """Add to the cache those of the blocks that are not in it, and mark all of them as just used."""
+        """Add ``blocks`` that are not in the cache yet, and mark all ``blocks`` as just used."""
         for block in blocks:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -371,7 +371,7 @@ def replay(
         cluster: the instances and the pool.
         make_policy: creates the policy of a router process.
         division: the router processes.
-        on_progress: called regularly with the number of requests so far.
+        on_progress: called regularly with the number of requests that were replayed so far.
     """
     random.seed(division.seed)
     work = _Replay(cluster, make_policy, division, on_progress)

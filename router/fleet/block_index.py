@@ -85,7 +85,7 @@ def read_fields(data: bytes, content_type: str) -> dict[str, Any]:
 
 
 def write_answer(answer: _Fields, content_type: str) -> tuple[bytes, str]:
-    """Encode a response in the format of its request. Return it with its content type."""
+    """Encode a response as msgpack if the query was msgpack, else as JSON. Return it with its content type."""
     if _is_packed(content_type):
         return msgpack.packb(answer), _PACKED
     return orjson.dumps(answer), "application/json"
@@ -96,20 +96,20 @@ def _is_packed(content_type: str) -> bool:
 
 
 class _Question(NamedTuple):
-    """The members of a query that select caches. Queries by token ids and queries by hashes both have them."""
+    """The members of a query that select caches, for queries by token ids and for queries by hashes."""
 
     model: str
     tenant: str
     lora_name: str
     salt: str
     block_size: int
-    """Number of tokens in a block; 0: any number."""
+    """Number of tokens in a block; 0: the query selects caches with any block size."""
     instance_id: str
     """The instance to search; ``""``: all instances."""
 
 
 class _Source(NamedTuple):
-    """A cache that is searched: that of an instance, or that of one data-parallel rank of a publisher."""
+    """A cache to search: the own cache of an instance, or the cache of one data-parallel rank of a publisher."""
 
     instance_id: str
     rank: int
@@ -146,8 +146,9 @@ class BlockIndex:
         Args:
             registry: the instances.
             reader: reads the events of instances and publishers.
-            aliases: the model of each alias.
-            send_changes: sends changes to the other processes, which pass them to ``on_changes``, and waits for them.
+            aliases: for each alias of a model, the name of the model.
+            send_changes: sends changes to the other processes, which pass them to ``on_changes``. Returns when these
+                processes have received the changes.
         """
         self._registry = registry
         self._reader = reader
@@ -229,8 +230,9 @@ class BlockIndex:
     async def query_by_hash(self, fields: _Fields) -> dict[str, Any]:
         """Return how many leading tokens of a prompt each instance has cached. The query contains hashes of blocks.
 
-        The hashes may be those in the instance's events, names (see ``block_names``), or hashes of single blocks as in
-        Dynamo. All three kinds are tried. They depend on LoRA adapter and salt.
+        A client may send three kinds of hashes, and each kind is tried: the hashes in the instance's KV events, this
+        router's names of blocks (``block_names``), and hashes of single blocks, without the tokens before, as in
+        Dynamo. All depend on the LoRA adapter and the salt.
 
         Raises:
             BadBody: a member is missing or invalid.
@@ -250,7 +252,7 @@ class BlockIndex:
         return await self._answer(question, count_blocks, lambda source: source.salt == question.salt)
 
     def dump(self) -> list[Any]:
-        """Return all publishers in the form of changes, for ``on_changes`` of a process that starts later."""
+        """Return all publishers as changes, which a process that starts later passes to its ``on_changes``."""
         return [[_dump(each) for each in self._reader.publishers.values()], []]
 
     def on_changes(self, changes: Any) -> None:
@@ -287,7 +289,7 @@ class BlockIndex:
         return {"instances": instances, "degraded": degraded}
 
     def _list_sources(self, question: _Question) -> list[_Source]:
-        """Return the caches that a query selects; its salt is not considered."""
+        """Return the caches that a query selects by its members other than the salt."""
         sources = []
         for source in (*self._list_published(question), *self._list_instances(question)):
             size = source.cache.block_size or source.block_size
@@ -327,8 +329,8 @@ def _serves(models: frozenset[str] | None, model: str | None) -> bool:
 def _describe_match(ranks: dict[str, int]) -> dict[str, Any]:
     """Return the entry of an instance in a response, from the number of cached tokens of each rank.
 
-    The numbers for CPU and disk include those of the faster media. All are equal, because the router only knows the
-    caches in the instances' memory.
+    The response has one number for each medium (GPU, CPU, disk), which also counts the tokens on faster media. All
+    three are equal, because the router knows only the caches in the instances' memory.
     """
     most = max(ranks.values())
     rank_matches = {rank: {"gpu": tokens, "cpu": tokens, "disk": tokens} for rank, tokens in ranks.items()}

@@ -7,7 +7,7 @@ An engine may fail every request although it responds to probes of /health. The 
       └────────── a success ───────┼────────────────────────────────────────────────────┤
                                    └──────────────────── a failure ─────────────────────┘
 
-If the tried request ends without a result (its client disconnected), another request is tried OPEN_SECONDS later.
+If the tried request has no result after OPEN_SECONDS (for example, its client disconnected), another one is tried.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ class Breaker:
         return True
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Try one request although the breaker is not closed. Until it ends, the instance gets no other request."""
+        """Record that one request is tried now. No other one is tried before its result, or for OPEN_SECONDS."""
         self.state, self.retry_at = "half_open", now + OPEN_SECONDS

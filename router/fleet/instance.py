@@ -13,8 +13,9 @@ accepted in time, make it unhealthy only if they repeat, and do not mean that it
 
 The router selects only instances that are healthy, not draining (by an operator command) and not paused (by an operator
 command, or because the instance reports it). It selects an instance with an open circuit breaker only if no other
-instance is left. An unhealthy instance that becomes healthy again is assumed to have restarted, unless it was only out
-of reach: its cache is assumed to be empty, and its share of the requests increases gradually.
+instance is left. An unhealthy instance that becomes healthy again is assumed to have restarted, unless the router only
+failed to connect and was not refused. After a restart, its cache is assumed to be empty, and its share of the
+requests increases gradually.
 
 A drain lasts until the operator ends it. If the operator requested this, it also ends when another process uses the
 instance's address. There are two signs of another process. Either a registration names a different process
@@ -84,7 +85,7 @@ class FleetEvents:
         self.failures = Signal[[Instance]]()
         """Event: the probes of an instance fail repeatedly; emitted at each further failed probe, too."""
         self.logged = Signal[[Instance]]()
-        """Event: this process has logged a change of an instance."""
+        """Event: this process has logged a change of an instance. Then other processes do not log this change."""
         self.lost_caches = Signal[[str]]()
         """Event: an instance has restarted or was removed, so its cache is lost. Callbacks get the instance's key."""
         self.new_models = Signal[[Instance]]()
@@ -95,7 +96,7 @@ class FleetEvents:
         """Event: an instance has become unhealthy."""
 
     def bump_generation(self) -> None:
-        """Increase the generation, which invalidates prepared selections."""
+        """Increase ``generation``, so that lists of candidates from an earlier generation are not used any more."""
         self.generation += 1
         self.changes.emit()
 
@@ -365,7 +366,7 @@ class Instance:
             self._events.bump_generation()
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Try one request although the breaker is not closed. Until it ends, the instance gets no other request."""
+        """Record that one request is tried at ``now`` although the breaker is not closed; see ``Breaker``."""
         self.breaker.begin_half_open_trial(now)
         self._events.bump_generation()
 
@@ -393,7 +394,7 @@ class Instance:
 
         Args:
             trouble: the reason, in one sentence.
-            is_out_of_reach: whether the router could not connect. The process may still run then.
+            is_out_of_reach: whether the router could not connect, without a refusal. The process may still run then.
         """
         self._passed_probes = 0
         self._may_be_another |= not is_out_of_reach
@@ -425,7 +426,7 @@ class Instance:
             threshold: number of failed probes in a row that make the instance unhealthy.
             may_finish: whether the instance refused the connection, like a process that is shutting down. Then running
                 requests continue.
-            is_out_of_reach: whether the router could not connect. The process may still run then.
+            is_out_of_reach: whether the router could not connect, without a refusal. The process may still run then.
         """
         self._has_refused |= may_finish
         self._may_be_another |= not is_out_of_reach

@@ -69,7 +69,7 @@ class Followed(Protocol):
     """An instance or a publisher whose events are read."""
 
     cache_known: str | None
-    """How its cache is known: ``exact`` or ``degraded``; None if its events are not read."""
+    """How exactly its cache is known: ``exact``, ``degraded`` if events are missing, or None if none are read."""
 
     @property
     def key(self) -> str: ...
@@ -80,7 +80,7 @@ class Followed(Protocol):
 
 @dataclass(slots=True)
 class Publisher:
-    """A source of KV events that was registered only for the index. The router sends it no requests."""
+    """A source of KV events that was registered only for the ``BlockIndex``. The router sends it no requests."""
 
     instance_id: str
     tenant: str
@@ -114,7 +114,7 @@ class KvEventFeed:
     ) -> None:
         """
         Args:
-            on_readable: called when batches have arrived. It must make ``read_batches`` be called.
+            on_readable: called when batches have arrived. It must arrange a later call of ``read_batches``.
         """
         self._zmq, self._context, self._followed, self._policy = zmq, context, followed, policy
         self._on_readable = on_readable
@@ -129,7 +129,7 @@ class KvEventFeed:
         self._last_ts = 0.0
         self._lacks_events = False
         self._has_read = False
-        """Whether a batch was read since the last pause."""
+        """Whether a batch was read since ``follow`` last checked for missing batches."""
         self._is_waiting = False
         """Whether ``on_readable`` was called, and ``read_batches`` was not called after that."""
         self._is_behind = False
@@ -184,7 +184,7 @@ class KvEventFeed:
         self._socket.close(linger=0)
 
     def settle(self) -> list[tuple[PlacedPrompt, BlockHash]]:
-        """Associate the waiting prompts with their blocks. Return each associated prompt, and its last block."""
+        """Find the cached blocks of the prompts of ended requests. Return each found prompt, and its last block."""
         return self._policy.settle_cache(self._key)
 
     async def follow(self) -> None:
@@ -407,10 +407,10 @@ class KvEventFeed:
         return event.medium in _OWN_MEDIA and not self._is_of_other_group(event)
 
     def _is_of_other_group(self, event: BlockStored | BlockRemoved) -> bool:
-        """Return whether the event is about another group of layers than the first one that needs whole prefixes.
+        """Return whether the event is about a group of layers that this feed does not read.
 
-        The cache of a model with other groups is never known exactly, because a block is a hit only if all groups have
-        the blocks that they need.
+        The feed reads only the first group that needs all blocks of a prefix. If a model has other groups, its cache is
+        never known exactly, because a block is a hit only if all groups have the blocks that they need.
         """
         if event.group_idx in (None, self._group):
             return False
@@ -424,7 +424,7 @@ class KvEventFeed:
         return True
 
     def _decode(self, data: bytes) -> Batch:
-        """Decode a batch. A batch that cannot be decoded counts as one without events."""
+        """Decode a batch. A batch that cannot be decoded is treated as a batch without events."""
         try:
             return decode_batch(data)
         except ValueError as exc:

@@ -106,7 +106,7 @@ class KvEventReader:
         return None if feed is None else feed.cache
 
     def update_publishers(self, added: Iterable[Publisher], removed: Iterable[str] = ()) -> None:
-        """Begin to read the events of the publishers ``added``, and stop reading those of the keys ``removed``."""
+        """Begin to read the events of the publishers ``added``, and stop reading those with the keys ``removed``."""
         for key in removed:
             self.publishers.pop(key, None)
         self.publishers.update({each.key: each for each in added})
@@ -167,7 +167,7 @@ class KvEventReader:
                 feed.close()
 
     def _on_readable(self, feed: KvEventFeed) -> None:
-        """Read the batches of a feed: at once, or with those that arrive soon after the last ones."""
+        """Let ``_read_feed`` read the batches of a feed soon, at least ``_COLLECT_SECONDS`` after the last reading."""
         self._readable.append(feed)
         if self._timer is None:
             loop = asyncio.get_running_loop()
@@ -182,7 +182,7 @@ class KvEventReader:
         self._timer = loop.call_soon(self._read_feed) if self._readable else None
 
     def _settle(self) -> None:
-        """Associate the waiting prompts with their blocks, and send the associations to the other processes."""
+        """Find the cached blocks of the prompts of ended requests, and send the results to the other processes."""
         for key, feed in self._feeds.items():
             try:
                 settled = feed.settle()

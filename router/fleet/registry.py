@@ -108,7 +108,7 @@ class Registry:
         return gone
 
     def excuse_silence(self, seconds: float) -> None:
-        """Subtract ``seconds`` from the silence of all instances, because this process could not receive heartbeats."""
+        """Do not count ``seconds``, in which this process did not run, as time without heartbeat or passed probe."""
         for instance in self._instances.values():
             instance.last_registered += seconds
             instance.last_healthy += seconds

@@ -76,7 +76,7 @@ class Scraper:
 
 
 def _parse_figures(text: bytes) -> tuple[int, int]:
-    """Parse Prometheus's text format; return the number of running requests and that of waiting requests.
+    """Parse Prometheus's text format; return the numbers of running and of waiting requests.
 
     Raises:
         ValueError: one of the numbers is missing.

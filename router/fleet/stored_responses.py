@@ -64,10 +64,10 @@ class StoredResponses:
         return self._instances.get(response_id, (None, ""))[0]
 
     def is_open_to(self, response_id: str, client: str) -> bool:
-        """Return whether the client with the tag ``client`` may access a response: its own, or any if no API keys are
-        used.
+        """Return whether the client with the tag ``client`` may access a response.
 
-        A response that is unknown to this router may belong to another client, so it is not accessible.
+        If no API keys are used (``""``), a client may access each response; otherwise only a response that this router
+        knows as the client's own.
         """
         return not client or self._instances.get(response_id, ("", ""))[1] == client
 

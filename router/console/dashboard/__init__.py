@@ -10,7 +10,7 @@ scraper.py    Scraper: fetches the metrics of instances and masters
 figures.py    the metrics of the router, of instances and of masters as plain data
 history.py    History: the results of the last polls, and the increase of counters between them
 events.py     finds the changes between two polls
-summaries.py  computes further metrics: origins of prompts, outcomes of requests, quantiles
+summaries.py  computes further metrics: where the KV of prompt tokens came from, outcomes of requests, quantiles
 words.py      formats metrics with their units, and other texts
 views/        the views of the page, one file for each
 """

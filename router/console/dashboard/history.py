@@ -115,8 +115,8 @@ class History:
 
         Args:
             span: the time range.
-            read: returns the counters of a poll, by the router, instance or master that has reported them. So a restart
-                of one of these does not look like a decrease of the sum.
+            read: returns the counters of a poll, by the router, instance or master that has reported them. If one
+                of them restarts, its counters begin at 0 again, but the sum over all does not decrease.
         """
         pieces: list[dict[K, float]] = [{} for _ in range(span.pieces)]
         if self.last is None:
@@ -159,7 +159,9 @@ class History:
 
 
 def _thin_moments(moments: Sequence[Moment], span: Span) -> list[Moment]:
-    """Return the first and the last poll in each piece of a span, and the polls around a change of ``_list_sources``.
+    """Return the first and the last poll in each piece of a span, and those before and after a change of sources.
+
+    The sources are the router, instances and masters that responded (``_list_sources``).
 
     The increase of counters between these polls is the same as over all polls. With fewer polls, the time for counting
     depends little on the length of the span.
@@ -182,9 +184,9 @@ def _list_sources(moment: Moment) -> list[str]:
 def _count_steps(
     moments: Sequence[Moment], read: Callable[[Moment], Mapping[str, Mapping[K, float]]]
 ) -> Iterator[tuple[float, dict[K, float]]]:
-    """Yield, for each poll, its time and the sum of the counters' increases.
+    """Yield, for each poll, its time and the increase of each counter, summed over all sources.
 
-    The increase of a source's counters begins at the last poll in which this source responded.
+    A source is the router, an instance or a master. Its increase is measured since its last response to a poll.
     """
     known: dict[str, Mapping[K, float]] = {}
     for moment in moments:

@@ -53,8 +53,8 @@ def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float |
 def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
     """Return the counters of prompt tokens by origin, of one instance or, with ``""``, of all instances.
 
-    The prompt of a pair is counted at its prefill instance. So in the counters of all instances, those of a decode
-    instance only include tokens that were handed over.
+    The prompt of a pair is counted at its prefill instance. So if ``instance`` is ``""``, a decode instance only has
+    the tokens that were handed over to it.
     """
     counted: dict[str, Mapping[str, float]] = {}
     for key, report in moment.instances.items():
@@ -102,9 +102,9 @@ def pick_requests(requests: Sequence[Mapping[str, Any]], chosen: str) -> list[Ma
 
     Args:
         requests: the requests, in the format of the access log.
-        chosen: the kind. ``slow``: all requests, sorted by the time to the first byte, longest first. ``failed``: those
-            that were refused, failed, or ended with an error. ``missed``: those of which less than half of the prompt
-            tokens came from a cache. Any other value: all requests.
+        chosen: the kind. ``slow``: all requests, sorted by the time to the first byte, longest first. ``failed``:
+            requests that were refused, failed, or ended with an error. ``missed``: requests with less than half of the
+            prompt tokens from a cache. Any other value: all requests.
     """
     if chosen == "slow":
         return sorted(requests, key=lambda each: float(each.get("first_byte_ms") or 0.0), reverse=True)

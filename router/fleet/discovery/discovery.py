@@ -1,8 +1,8 @@
 """Discovery: registers the instances of ready pods, and removes those of pods that are not ready.
 
 The instance of a terminating pod is drained: it gets no new requests, and is listed with its running requests until the
-pod is deleted, so that a hook of the pod can wait for them. This also applies to instances that register themselves.
-These instances are removed only when their heartbeats stop, not because of the state of their pods.
+pod is deleted, so that a preStop hook can wait until they end. This also applies to an instance that registers itself,
+but such an instance is removed only when its heartbeats stop, whatever the state of its pod is.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Discovery:
         await asyncio.gather(*map(self._add_instance, ready))
 
     async def _check_instance(self, instance: Instance, pods: Mapping[str, Pod]) -> None:
-        """Remove an instance that service discovery has added, if its pod has changed."""
+        """Remove an instance that service discovery has added, if its pod is gone, not ready, or has other fields."""
         name = instance.registration.fields.get("pod")
         if name is None or instance.has_heartbeat:
             return

@@ -4,12 +4,12 @@ frame.py     open_frame: navigation, state of the router, light or dark colours;
 parts.py     elements of views: texts, tables, bars
 charts.py    charts of values over time
 style.py     colours and the style sheet
-prompts.py   view: where prompts come from
+prompts.py   view: where the KV of prompts came from
 traffic.py   view: requests, their times, the queue, errors
 fleet.py     view: the instances, and operator commands for them
 pool.py      view: the pool and its masters
 request.py   view: one request, with its attempts, reasons and times
-chat.py      view: a conversation through the router, and where its prompts came from
+chat.py      view: a conversation through the router, and how much of its prompts was cached
 """
 
 from router.console.dashboard.views.chat import CHAT

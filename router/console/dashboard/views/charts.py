@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Trend:
-    """A small line without axes: one value for each piece of its time range."""
+    """A small line chart without axes: one value for each piece of its time range."""
 
     name: str
     text: str

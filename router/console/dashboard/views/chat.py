@@ -145,7 +145,7 @@ class _Conversation:
 
 
 class _Turn:
-    """A question, its streamed answer, and where its prompt came from."""
+    """The elements for one question: its text, its streamed answer, and how much of its prompt was cached."""
 
     def __init__(self, question: str) -> None:
         self.answer = ""

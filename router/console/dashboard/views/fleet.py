@@ -114,7 +114,7 @@ class _FleetView:
 
 
 class _Group:
-    """The instances of one role, in a card."""
+    """The card with the instances of one role."""
 
     def __init__(self, context: Context, role: str) -> None:
         self._context = context
@@ -153,7 +153,7 @@ class _Group:
 
 
 class _Row:
-    """One instance. Its elements are updated, not replaced, so that a button keeps the keyboard focus."""
+    """The elements for one instance. They are updated, not replaced, so that a button keeps the keyboard focus."""
 
     def __init__(self, context: Context, key: str) -> None:
         self._context = context

@@ -70,7 +70,7 @@ class Context:
             refresh()
 
     def put_span_choice(self) -> None:
-        """Put the selector of the time range into the element that is open now."""
+        """Add the selector of the time range to the page, inside NiceGUI's current ``with`` block."""
         toggle = ui.toggle([span.title for span in SPANS], value=self.span.title, on_change=self._on_span)
         toggle.classes("choice").props(f'{TOGGLE_PROPS} aria-label="Length of time shown"')
 

@@ -1,4 +1,4 @@
-"""Puts elements into views: texts, tables, bars. All text that comes from outside this package is escaped."""
+"""Adds elements to views: texts, tables, bars. All text that comes from outside this package is escaped."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def draw_facts(facts: Mapping[str, str]) -> str:
 def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
     """Return the HTML of a prompt as a row of squares, coloured by origin, and the number of tokens in a square.
 
-    The order is that in which an instance finds tokens: those in its own cache, those in the pool, all others.
+    The squares are in the order in which an instance looks for tokens: its own cache, the pool, all others.
     """
     total = sum(tokens.values())
     size = 1

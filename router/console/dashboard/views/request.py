@@ -1,4 +1,4 @@
-"""The view "Request": one request, with its attempts, their reasons and times, and where its prompt came from."""
+"""The view "Request": one request, with its attempts, their reasons and times, and where the prompt's KV came from."""
 
 from __future__ import annotations
 
