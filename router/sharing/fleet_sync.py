@@ -29,7 +29,7 @@ _NO_ORDERS = Orders()
 
 @dataclass(slots=True)
 class _Known:
-    """The last data received or sent for one address, whether or not an instance is registered there now."""
+    """The last data that was received or sent about one address, even if no instance is registered there now."""
 
     version: Version = NEVER
     """Version of the registration or of the removal."""
@@ -41,6 +41,8 @@ class _Known:
 
 class FleetSync:
     """Sends the instances' records to the other processes, and applies the records of the other processes.
+
+    A record has the registration of one instance, its health, its models and the operator commands for it.
 
     Registrations, heartbeats and operator commands are shared. Each process checks the health of instances itself. If
     one process finds an instance dead, the other processes probe it immediately. Of two registrations, or of two
@@ -212,7 +214,7 @@ class FleetSync:
         return registration
 
     def _peer_logs(self, teller: str) -> bool:
-        """Return whether another process of this router logs the event that the process ``teller`` has sent.
+        """Return whether another process of this router logs an event that the process ``teller`` has sent to this one.
 
         If ``teller`` belongs to this router, it logs the event; if not, the first process of this router does.
         """
@@ -231,7 +233,7 @@ class FleetSync:
             self._send_record(instance, is_news=False)
 
     def _reset_heartbeats(self, _: str) -> None:
-        """Stop relying on heartbeats, because some of them may have been sent to the process that has ended."""
+        """Wait for the next heartbeat of each instance: the process that has ended may have received the last ones."""
         for instance in self._registry:
             instance.has_heartbeat = False  # until its next heartbeat, it is removed if its probes fail
 

@@ -208,7 +208,7 @@ class Hub:
 
         Args:
             key: name of the asker, and the id that it gave the query.
-            deliver: called with both parts of ``key`` and the answers, when all have answered or a time limit is over.
+            deliver: called with asker, id and answers when all peers have answered, or when a time limit is over.
         """
         timer = asyncio.get_running_loop().call_later(ANSWER_SECONDS, self._close_query, key)
         asked = [name for name in workers if name != key[0]]
@@ -244,7 +244,7 @@ class Hub:
             self.routers.send_message(*message)
 
     def _send_figures(self, asker: str, number: int, answers: list[Any]) -> None:
-        """Send a worker the metrics of all other workers; of a worker that has not answered, the previous metrics."""
+        """Send a worker the metrics of all other workers. A worker without an answer counts with its previous ones."""
         for name, figures in answers:
             self._counters.note_figures(name, figures)
         self._send_answers(asker, asker, number, self._counters.list_others(asker))

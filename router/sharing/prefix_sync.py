@@ -33,7 +33,7 @@ _Prefixes = Mapping[str, Sequence[Any]]
 
 
 class PrefixSync:
-    """Sends the prompts that this process has assigned to instances to the other processes, and receives theirs.
+    """Sends other processes the prompts that this process has assigned to instances, and receives such prompts.
 
     The policies learn the received prompts as if this process had assigned them.
     """
@@ -79,7 +79,7 @@ class PrefixSync:
                 policy.note_chain(array("Q", data), key)
 
     def _load_prefixes(self, prefixes: _Prefixes) -> None:
-        """Replace the prefixes of each policy that knows fewer chunks than ``prefixes`` contains."""
+        """Load ``prefixes`` into each policy that knows fewer chunks (pieces of prompts) than ``prefixes`` has."""
         for role, (num_chunks, dump) in prefixes.items():
             try:
                 if num_chunks > self._policies[role].num_chunks:

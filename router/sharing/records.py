@@ -2,9 +2,9 @@
 
 No process compares another process's clock with its own, because machines' clocks differ and are adjusted. Instead,
 each part of a record has a version: a count and its writer's name (L. Lamport, "Time, Clocks, and the Ordering of
-Events in a Distributed System", 1978). A writer uses the highest count that it has received or used, plus one. So if
-the writer of a part knew another part, its own part has the later version. If two writers did not know of each other,
-the names decide, in the same way in all processes.
+Events in a Distributed System", 1978). A writer uses the highest count that it has received or used, plus one. So if a
+writer has received another part before it writes its own part, its own part has the later version. If two writers did
+not know of each other's parts, the names decide, in the same way in all processes.
 
 A record has two parts, which are stored and replaced separately::
 
@@ -62,7 +62,7 @@ def read_versions(record: Any) -> tuple[Version, Version]:
 def merge_records(known: dict[str, Any] | None, record: dict[str, Any]) -> dict[str, Any]:
     """Return a record with the later registration and the later commands of two records.
 
-    If the versions of the registrations are equal, that of ``record`` is used, because it may be a renewal.
+    If both registrations have the same version, use the one in ``record``, because it may be a renewal.
 
     Raises:
         ValueError: ``record`` is not a record.

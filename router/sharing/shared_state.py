@@ -252,7 +252,7 @@ class SharedState:
                 self.send_message("keep", key, record)
 
     def _remove_charges(self) -> None:
-        """Remove charged tokens from the waiting messages, because charging clients late or twice would delay them."""
+        """Remove charged tokens from the unsent messages: other routers must not charge clients late or twice."""
         uncharged = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
         self._waiting = deque(uncharged, MAX_WAITING)
 
@@ -345,7 +345,7 @@ class SharedState:
         self._on_message(["limits", router, {}, {}])
 
     def _forget_processes(self, router: str) -> None:
-        """Forget the requests of a router's processes, because their last counts may be wrong."""
+        """Forget how many requests a router's processes run, because messages from them may be missing."""
         for name in self._processes.pop(router, ()):
             self._on_message(["gone", name])
 

@@ -61,7 +61,7 @@ class Silence:
         """
         Args:
             pid: process id of the worker.
-            clock: clock in seconds. It stops while the receiving process cannot receive.
+            clock: clock in seconds. It stops while this process, which receives the messages, does not run.
             read_times: returns the times of the worker's main thread, which runs its event loop.
         """
         self._pid = pid

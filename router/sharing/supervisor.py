@@ -91,7 +91,8 @@ class Supervisor:
         Args:
             settings: the router's settings.
             listener: a socket that is bound and listening.
-            run_worker: the main function of a worker. It sends the message ``ready`` or ``refuse``, and then ``count``.
+            run_worker: the main function of a worker. It sends the message ``ready`` or ``refuse``, and then
+                repeatedly ``count``, its number of connections.
             graces: for each signal that ends the router, the seconds that running requests get.
             admission: the router's limits.
         """
@@ -265,7 +266,7 @@ class Supervisor:
                 return
 
     def _check_workers(self) -> None:
-        """Kill workers that hang, and those that have not ended in time."""
+        """Kill workers that hang, and workers that should stop but have not ended in time."""
         now = self._clock.now()
         for worker in self._workers.values():
             if self._is_stopping:
@@ -373,7 +374,7 @@ class _Worker:
 
     @property
     def load(self) -> int:
-        """Number of the worker's connections: those in its last report, and those given to it since."""
+        """Number of the worker's connections: the number in its last report, plus those passed to it since then."""
         return self.num_connections + self.num_given - self.num_taken
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 records.py   RequestRecord: the data of one request at its end
 audit.py     Audit: stores the records, writes the access log, and explains requests
-flight_recorder.py  FlightRecorder: files with the last minutes of requests and changes of instances, for after a crash
+flight_recorder.py  FlightRecorder: files to read after a crash: the last minutes of requests and changes of instances
 metrics.py   RouterMetrics: metrics for Prometheus
 tracing.py   Tracer: spans for OpenTelemetry
 merge.py     merges the metrics of several processes

@@ -151,7 +151,7 @@ class _Output:
         return bool(self._backlog)
 
     def write_lines(self, lines: list[bytes]) -> int:
-        """Write lines. Lines that the reader does not accept now wait for the next call, up to a limit.
+        """Write lines. Lines that would block wait for the next call, up to ``MAX_BACKLOG_LINES``; others are lost.
 
         Return the number of lines that were lost.
         """

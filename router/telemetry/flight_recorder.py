@@ -244,8 +244,8 @@ def find_recordings(paths: Iterable[Path]) -> list[Path]:
     """Return the files of the recordings at ``paths``.
 
     Args:
-        paths: folders, of which all recordings are returned, and files. A process writes two files in turn, a ring; for
-            one of them, the previous file of its ring is returned, too, if it exists.
+        paths: folders and files. For a folder, all its recordings are returned. For a file, the file is returned, and
+            the previous file of the same process, if it exists.
 
     Raises:
         RecordingError: a folder has no recording.

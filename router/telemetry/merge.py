@@ -31,7 +31,7 @@ def dump_families(families: Iterable[Metric]) -> list[_Dump]:
 
 
 def add_counts(known: Sequence[_Dump], figures: Sequence[_Dump]) -> list[_Dump]:
-    """Add the counters of an ended process to the ``known`` counters. Its gauges and quantiles are dropped."""
+    """Add the counters of an ended process to the ``known`` counters. The gauges and quantiles are dropped."""
     added = [family for family in merge_families((), [known, figures]) if family.type != "gauge"]
     for family in added:
         family.samples = [sample for sample in family.samples if "quantile" not in sample.labels]

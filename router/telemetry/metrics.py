@@ -1,7 +1,8 @@
 """RouterMetrics: metrics for Prometheus. Metrics that FastDeploy's Go router has, too, have its names.
 
 ``Audit`` passes ended requests on in batches, and they are counted in plain integers. Metric families are created from
-these when Prometheus scrapes. The counters of prometheus_client are not used, because each increment needs a lock.
+these integers when Prometheus scrapes. The counters of prometheus_client are not used, because each increment of them
+needs a lock.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class RouterMetrics:
             durations.last.extend(seconds)
 
     def _count_workers(self, completions: Sequence[RequestRecord]) -> None:
-        """Count completions by the instances of the last attempt; ``""`` is the key for a role that was not used."""
+        """Count completions by the instances of the last attempt; ``""`` stands for a role that was not used."""
         for workers, added in Counter(map(_workers_of, completions)).items():
             count = self._inference.get(workers, 0)
             if not count and len(self._inference) >= self._max_series:

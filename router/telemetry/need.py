@@ -6,8 +6,8 @@
 
     busy     prefill: number of instances that compute a prompt
              decode, mixed: running and queued requests, divided by the number that an instance runs concurrently
-    behind   sum over all instances: number of times that 10 s fit into the instance's queue, minus 1, at least 0;
-             it is 0 until the role's policy has learned the time of a token (only ``pool_aware`` does)
+    behind   sum over all instances of max(0, queue / 10 s - 1), where queue is the time to compute the queued work;
+             0 until the role's policy has learned how long a token takes (only ``pool_aware`` learns this)
 
 Both values are means over the last half minute, for the whole fleet: the loads include the requests of all workers and
 routers. The loads are sampled once per second, so that requests are not delayed.

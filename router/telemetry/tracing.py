@@ -1,8 +1,8 @@
 """Spans for OpenTelemetry: one for each request, for each of its attempts, and for each leg of an attempt.
 
 While a request is served, the router only creates ids for the header ``traceparent``, so that the spans of an instance
-become children of its leg. The spans are created later from the records of ended requests, a few at a time. The thread
-of OpenTelemetry's SDK sends them. If the receiver ends or hangs, only spans are lost.
+become children of the span of its leg. The router creates its spans later from the records of ended requests, a few at
+a time. The thread of OpenTelemetry's SDK sends them. If the receiver ends or hangs, only spans are lost.
 """
 
 from __future__ import annotations
