@@ -34,7 +34,10 @@ __all__ = [
 ]
 
 HEADROOM_BYTES = 128
-"""Number of free bytes before each value in memory that is registered with ``headroom``. It keeps values aligned."""
+"""Number of free bytes before each value in memory that is registered with ``headroom``.
+
+A wrapper writes a header there. With this number, the values stay aligned.
+"""
 
 
 class KVStoreError(Exception):
@@ -245,7 +248,7 @@ def check_values(keys: Sequence[str], values: Sequence[Value]) -> None:
 def split_by_size(sizes: Sequence[int], most: int) -> Iterator[slice]:
     """Split a list of ``sizes`` into slices, so that the sizes in a slice add up to at most ``most``; yield the slices.
 
-    A size that is larger than ``most`` has its own slice.
+    A size that is larger than ``most`` is alone in its slice.
     """
     first = total = 0
     for i, size in enumerate(sizes):

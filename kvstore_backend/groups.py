@@ -25,8 +25,9 @@ __all__ = ["Exists", "Group", "Kind", "Resume", "find_resume_point"]
 
 Kind = Literal["full", "window", "chunk", "state"]
 Exists = Callable[[Sequence[tuple[int, int]]], Sequence[bool]]
-"""Function that looks up blocks in the pool. The arguments: for each block the index of its group, and its index in
-the prefix."""
+"""Function that looks up blocks in the pool.
+
+The arguments: for each block the index of its group, and its index in the prefix."""
 
 _TEXTS: Mapping[Kind, str] = {
     "full": "full attention",
@@ -85,7 +86,8 @@ class Resume:
 
     Attributes:
         num_tokens: number of tokens of the longest prefix at which all groups can resume.
-        num_reached: number of tokens of the longest prefix of which all full-attention groups have all blocks.
+        num_reached: number of tokens of the longest prefix whose blocks are all present in all groups with full
+            attention.
         needed: for each group, the number of blocks that it needs to resume at ``num_reached``.
         missing: for each group, how many of its blocks in ``needed`` are not present.
     """
@@ -112,8 +114,8 @@ class Resume:
 def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exists) -> Resume:
     """Find the longest prefix of at most ``end`` tokens at which all groups can resume.
 
-    All blocks of full-attention groups are looked up, from the beginning. For the other groups, only the blocks are
-    looked up that they need at possible resume points, from the end backwards.
+    This function looks up all blocks of full-attention groups between ``first`` and ``end``. For the other groups, it
+    tries the possible resume points, the last one first, and looks up the blocks that are needed there.
 
     Args:
         groups: the groups.
@@ -188,7 +190,7 @@ def _count(groups: Sequence[Group], tokens: int, begins: Sequence[int], found: _
 
 
 class _Found:
-    """Looks up blocks in the pool, each only once, and remembers the answers."""
+    """Looks up blocks in the pool and remembers the answers, so that no block is looked up twice."""
 
     def __init__(self, exists: Exists) -> None:
         self._exists = exists
@@ -199,7 +201,7 @@ class _Found:
             self._known.update(zip(wanted, self._exists(wanted), strict=True))
 
     def knows(self, number: int, place: int) -> bool:
-        """Return whether the block at the index ``place`` of the group ``number`` was looked up."""
+        """Return whether the block with index ``place`` in the group with index ``number`` was looked up."""
         return (number, place) in self._known
 
     def has(self, number: int, place: int) -> bool:

@@ -1,7 +1,8 @@
-"""Decides whether blocks are loaded from the pool or computed, because computing is faster if the pool is slow.
+"""Decides whether an instance loads blocks from the pool or computes them: computing is faster if the pool is slow.
 
-The decision is based on the durations of recent loads and steps. Blocks are loaded until enough durations are known,
-and again from time to time, to measure the pool. The reference engine and the vLLM connector decide for each request.
+The decision is based on the durations of recent loads and steps. Until enough durations are known, the decision is to
+load. If computing is faster, the decision is still to load from time to time, to measure the pool again. The reference
+engine and the vLLM connector decide for each request.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _NEGLIGIBLE_SECONDS = 0.05
 class LoadOrCompute:
     """Decides whether to load or to compute the blocks of a request, from the durations of recent loads and steps.
 
-    The loading thread calls ``record_load`` and ``decide``, and the computing thread calls ``record_step``. They need
-    no lock, because a measurement may be one step old.
+    The loading thread calls ``record_load`` and ``decide``, and the computing thread calls ``record_step``. The methods
+    need no lock: ``decide`` may miss the newest measurement, which changes little.
 
     Args:
         block_size: tokens in a block.
@@ -54,7 +55,7 @@ class LoadOrCompute:
         self._seconds_per_token = known + (latest - known) * (1 - 0.5 ** (num_tokens / _HALF_LIFE_TOKENS))
 
     def decide(self, num_blocks: int, num_running: int) -> Decision:
-        """Decide whether to load ``num_blocks`` blocks or to compute their tokens.
+        """Decide whether to load ``num_blocks`` blocks or to compute their KV.
 
         Args:
             num_blocks: number of blocks that the pool has.

@@ -52,7 +52,10 @@ class ManifestKeeper:
             self._changed.notify_all()
 
     def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
-        """Set a function: while it returns False, only the first call to a store is made, because calls may hang."""
+        """Set the function that returns whether calls reach the pool.
+
+        While it returns False, the thread makes only one try for each attached store, because a call may hang.
+        """
         self._is_ready = is_ready
 
     def close(self) -> None:
@@ -80,7 +83,7 @@ class ManifestKeeper:
 
 
 def write_manifest(store: StorageBackend, manifest: Manifest) -> bool:
-    """Put a manifest into a store that lacks it; return whether the store has the manifest now. Errors are logged.
+    """Write a manifest to a store, unless the store has it; return whether the store has it now. Log errors.
 
     Args:
         store: a store without wrappers.

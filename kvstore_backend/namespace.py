@@ -101,7 +101,10 @@ class Namespace:
 
     @cached_property
     def fields(self) -> dict[str, str | int]:
-        """Values of the namespace's fields by name, without an empty tenant, so that older blocks keep their digest."""
+        """Values of the namespace's fields by name.
+
+        An empty tenant is left out, so that the digest is the one of earlier versions, which had no tenants.
+        """
         fields = asdict(self)
         if not self.tenant:
             del fields["tenant"]
@@ -192,7 +195,7 @@ def mark_changed_weights(version: str, folder: str | Path, age: float | None = N
     Args:
         version: the version of the weights without such a change.
         folder: the folder of the checkpoint.
-        age: seconds since the process began; by default those of this process.
+        age: seconds since the process began; None: the function measures them.
     """
     now = time.time()
     since = now - (_find_age() if age is None else age)
@@ -212,7 +215,7 @@ def mark_changed_weights(version: str, folder: str | Path, age: float | None = N
 
 
 def _find_age() -> float:
-    """Return the seconds since this process began, or up to 0.1 less; 0 if the system does not say it."""
+    """Return the seconds since this process began, or up to 0.1 less; 0 if the system does not report them."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -47,16 +47,16 @@ class BlockPool:
 
     **When a call returns, the caller owns the memory again.** A native call cannot be interrupted: after its deadline,
     it may still read or write the memory (it is *late*). So ``get_blocks``, ``save`` and ``put_blocks`` wait until the
-    late call has ended, and then return the statuses from the deadline. The wait has no limit, because the caller uses
-    the memory for other blocks after the call, and a late read would overwrite them. The process can end during the
-    wait (``threads.py``).
+    late call has ended, and then return the statuses that they had at the deadline (``FAILED``). The wait has no limit,
+    because the caller uses the memory for other blocks after the call, and a late read would overwrite them. The
+    process can end during the wait (``threads.py``).
 
-    The alternative is to copy all bytes through the pool's own memory, which makes every call slower: on 2 cores, 32
-    reads of 1 MiB from a Mooncake client's own memory reached 6.4 GB/s without a copy, and 3.8 GB/s with a copy.
-    Without late calls there is no wait. A late call ends after 2 s if the master was stopped, and after 30 s if the
-    process with the bytes was stopped. So these methods are for threads that can wait. An engine that cannot wait uses
-    ``transfers.Transfers``, which reports the result at the deadline and releases the blocks later. Look-ups use no
-    memory of the caller, and never take longer than their deadline.
+    Calls could return at the deadline if all bytes were copied through the pool's own memory, but copies make every
+    call slower: on 2 cores, 32 reads of 1 MiB from a Mooncake client's own memory reached 6.4 GB/s without a copy, and
+    3.8 GB/s with a copy. Without late calls there is no wait. A late call ends after 2 s if the master was stopped, and
+    after 30 s if the process with the bytes was stopped. So these methods are for threads that can wait. An engine that
+    cannot wait uses ``transfers.Transfers``, which reports the result at the deadline and releases the blocks later.
+    Look-ups use no memory of the caller, and never take longer than their deadline.
     """
 
     def __init__(self, backend: StorageBackend, namespace: Namespace, keeper: ManifestKeeper | None = None) -> None:
@@ -101,7 +101,8 @@ class BlockPool:
             hashes: hashes of the blocks.
             targets: memory for each block.
             wait: return only when no late call can write to the targets. If it is False, return at the deadline; the
-                caller must not use the targets before ``wait_for_late_calls`` has returned True (as ``transfers.py``).
+                caller must not use the targets before ``wait_for_late_calls`` has returned True (``transfers.py`` does
+                this).
 
         Returns:
             A status for each block. Only the leading blocks with ``OK`` are useful (``count_leading``).
@@ -118,6 +119,7 @@ class BlockPool:
 
         The blocks are looked up first, and only the missing blocks are sent. If the look-up of a block fails, the block
         is not sent and has the status ``FAILED``, because its put would wait for the same unavailable pool.
+        ``get_blocks`` describes ``wait``.
 
         Raises:
             ValueError: the numbers of hashes and sources differ, or a source is empty or has a negative size.
@@ -146,7 +148,7 @@ class BlockPool:
         """Store block ``i`` from ``sources[i]``. Unlike ``save``, this does not look the blocks up first.
 
         With ``keep_seconds``, also write blocks that the pool has already, and pin all blocks for this time: a pinned
-        block is evicted only if the pool has no other block to evict.
+            block is evicted only if the pool has no other block to evict. ``get_blocks`` describes ``wait``.
 
         Raises:
             ValueError: the numbers of hashes and sources differ, a source is empty or has a negative size, or

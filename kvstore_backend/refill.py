@@ -63,10 +63,13 @@ class Holder(Protocol):
         """
 
     def end_round(self, hashes: Sequence[bytes]) -> None:
-        """After a refill, restore the order in which the cache evicts blocks: the first of ``hashes`` stays longest."""
+        """Restore the order in which the cache evicts blocks, after a refill has changed it by reading blocks.
+
+        The first of ``hashes`` is evicted last.
+        """
 
     def withhold_blocks(self) -> None:
-        """Never save the blocks again that are cached now, because an operator cleared the pool."""
+        """Never save again the blocks that are cached now, because an operator has cleared the pool."""
 
 
 class LossDetector:
@@ -152,7 +155,10 @@ class Refill:
         self._marks.close()
 
     def _look_after_pool(self) -> None:
-        """Look up some blocks; save them again if the pool has lost blocks, but not because an operator cleared it."""
+        """Look up some blocks.
+
+        If the pool has lost blocks, and no operator has cleared it, save all cached blocks again.
+        """
         is_due = time.monotonic() >= self._not_before
         is_loss = is_due and self._has_lost_blocks()
         if self._may_put_again() and is_loss:

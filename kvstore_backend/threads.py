@@ -88,7 +88,7 @@ class DaemonThreads:
             self._work.put(None)
 
     def on_fork(self) -> None:
-        """Replace lock and queue in a forked child, which has no threads. The parent does the queued work."""
+        """Replace lock and queue in a forked child, which has no threads. Only the parent does the queued work."""
         self._lock = threading.Lock()
         self._started = 0
         self._idle = threading.Semaphore(0)
@@ -116,7 +116,10 @@ class _Work:
 
 @dataclass(eq=False)
 class _Runner:
-    """Main function of a thread. It does not reference the ``DaemonThreads`` object, so this object can be freed."""
+    """Main function of a thread.
+
+    It has no reference to the ``DaemonThreads`` object, so that Python can free that object.
+    """
 
     work: queue.SimpleQueue[_Work | None]
     idle: threading.Semaphore

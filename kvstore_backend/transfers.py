@@ -66,8 +66,8 @@ class Outcome:
         count: for a load, the number of leading blocks that arrived; for a save, the number of blocks that the pool has
             now.
         seconds: duration of the transfer, without the time that it waited for its thread.
-        is_released: whether the owner may use all blocks again. If False, the blocks that were not moved must not be
-            used until ``on_release``; a sequence that continues earlier needs other blocks.
+        is_released: whether the owner may use all blocks again. If False, the owner must not use the blocks that were
+            not moved until ``on_release``; a sequence that continues before then needs other blocks.
     """
 
     count: int
@@ -85,8 +85,8 @@ class Event(Protocol):
 class Window(Protocol):
     """Memory for one call to the pool, with one or more leading blocks of a transfer.
 
-    A window is opened and passed to one call of the pool. After the call, ``take_back`` is called. If the call is late,
-    ``set_aside`` is called first, and ``take_back`` only when the late call has ended.
+    ``Transfers`` opens a window, passes it to one call of the pool, and calls ``take_back`` after the call. If the call
+    is late, ``Transfers`` first calls ``set_aside``, and ``take_back`` only when the late call has ended.
     """
 
     @property
@@ -114,7 +114,11 @@ class Window(Protocol):
         """
 
     def take_back(self) -> None:
-        """Make the window's memory available again, once, when no call to the pool uses it. A copy may still use it."""
+        """Make the window's memory available for other windows.
+
+        ``Transfers`` calls this once, when no call to the pool uses the memory any more; a copy between the memory and
+        the blocks may still run.
+        """
 
 
 class TransferMemory(Protocol):
@@ -171,7 +175,7 @@ class DirectMemory:
 
 @dataclass(eq=False)
 class _DirectWindow:
-    """Memory for one call to the pool, without a buffer: the pool reads and writes the memory of the blocks."""
+    """Window (memory for one call) without a buffer: the pool reads and writes the memory of the blocks."""
 
     missing: Sequence[int]
     values: list[Value]
@@ -252,9 +256,9 @@ class Transfers:
             on_end: called with the outcome.
             on_release: called when the owner may use the blocks again.
             decide: called on the loading thread with a function that reads a given number of leading blocks. ``decide``
-                returns the result of that function, or 0 to read nothing. Before, ``decide`` may change the lists
-                ``hashes`` and ``blocks``, to load other blocks that the owner holds. Without ``decide``, all blocks are
-                read.
+                returns the result of that function, or 0 to read nothing. Before it reads, ``decide`` may change the
+                lists ``hashes`` and ``blocks``, to load other blocks on which the owner has references. Without
+                ``decide``, all blocks are read.
         """
         transfer = _Transfer(hashes, blocks, on_end, on_release)
         self._submit_transfer(self._loads, transfer, lambda: self._decide_and_read(transfer, decide), _LOAD_FAILED)

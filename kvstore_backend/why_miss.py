@@ -1,8 +1,8 @@
 """Explains why blocks were not shared: compares two configurations, or two prompts.
 
 Two instances share blocks if their namespaces have the same digest. If not, the manifests of the namespaces show the
-reason: the verdict names all fields that differ. It names the most informative field first: for example, another model
-explains other shapes, but not the other way round.
+reason: the verdict names all fields that differ. It names the most informative field first: for example, a different
+model also explains different shapes, but different shapes do not explain a different model.
 
 The hash of a block depends on all tokens before it, so all blocks from the first different token on are a miss. One
 token seldom explains the difference: for example, a time in the system prompt changes one digit. So the verdict shows
@@ -44,7 +44,7 @@ REASONS = {
 """Reasons that a verdict may have, with a short description."""
 
 OTHER_TEXT = "other text"
-"""Kind of a difference between two texts that matches no pattern, such as that of a date."""
+"""What ``compare_texts`` calls a difference that is no known pattern; a date, for example, is a known pattern."""
 
 _MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 _PATTERNS = {
@@ -243,7 +243,7 @@ def count_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def compare_texts(first: str, second: str) -> tuple[str, str, str]:
-    """Return what the first difference between two texts is, such as ``a date``, and each text's words there."""
+    """Return what the first difference between two texts is, such as ``a date``, and the words of each text there."""
     place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
     if place is None:  # different tokens may have the same text
         return "other tokens of the same text", "", ""
