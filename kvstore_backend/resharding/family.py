@@ -93,19 +93,19 @@ def find_family(
 ) -> ShardingFamily:
     """Return the shardings in which a reader with the namespace ``own`` can read blocks.
 
-    These are the shardings with a tensor-parallel size and a block size that are multiples or divisors of those of
-    ``own``.
+    Their tensor-parallel size is one of ``TP_SIZES``, and is a multiple or a divisor of the number of heads. Their
+    block size is that of ``own``, or one of ``block_sizes`` that is a multiple or a divisor of it.
 
     Args:
         own: namespace of the reader.
         num_heads: number of KV heads of the whole model.
         axes: name and size of each axis of a block, as in ``ShardingFamily``.
-        block_sizes: other block sizes that peers may have. Needs an axis ``TOKEN``.
+        block_sizes: other block sizes that peers may have; only with an axis ``TOKEN``.
         layout_of: returns ``Namespace.layout`` for a rank with a given number of heads. If it is None, all ranks have
             the layout of ``own``.
 
     Returns:
-        The family; it has no peers if the heads are not divided evenly among the ranks of ``own``.
+        The family; it has no peers if the heads cannot be divided evenly among the ranks of ``own``.
     """
     family = ShardingFamily(own, num_heads, tuple(axes), ())
     if not _divides(num_heads, own.tp_size) or own.num_kv_heads != _heads_per_rank(num_heads, own.tp_size):

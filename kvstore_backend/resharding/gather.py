@@ -3,7 +3,8 @@
 Pieces are read to the gatherer's own memory, and copied from there, for three reasons:
 
 - A piece may contain heads or tokens that the reader does not need.
-- Over TCP, each span of a value takes as long as 50 KiB of data.
+- Over TCP, each separate range of memory takes as long as 50 KiB of data, so reading a block directly into its many
+  parts would be slow.
 - Bytes that fail the check, or that a late call writes, must not reach the reader's memory. The memory of a late call
   is not used again until the call has ended.
 """
@@ -233,7 +234,7 @@ class _Buffers:
 
 
 def _slot_bytes(nbytes: int) -> int:
-    """Return the size of a stored block with headroom, rounded up so that the next block is aligned, too."""
+    """Return the bytes that a stored block takes in a buffer, with headroom; the next block is aligned, too."""
     return HEADROOM_BYTES + -(-nbytes // HEADROOM_BYTES) * HEADROOM_BYTES
 
 

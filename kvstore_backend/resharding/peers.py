@@ -1,7 +1,7 @@
 """Finds the blocks of a prompt in other shardings of the model in a pool, and reads them.
 
-The own sharding is always looked up first, in one call. Other shardings are looked up only if the own sharding lacks a
-block, and only if they have a manifest in the pool. One call every 10 s looks up the manifests. If all instances have
+A reader always looks up its own sharding first, in one call. It looks up other shardings only if the own sharding lacks
+a block, and only if they have a manifest in the pool. One call every 10 s looks up the manifests. If all instances have
 the same sharding, this is the only additional call.
 
 The blocks of a prompt may alternate between the own and another sharding: an instance that loaded blocks of another
@@ -73,13 +73,13 @@ class PeerShardings:
         self._alive: Sequence[Namespace] = ()
 
     def is_alone(self) -> bool:
-        """Return whether the pool had blocks of no other sharding at the last look-up of the manifests."""
+        """Return whether the pool had a manifest of no other sharding at the last look-up, which is made every 10 s."""
         return not self._list_alive()
 
     def extend_run(
         self, statuses: Sequence[Status], first: int, names_of: Callable[[int], Sequence[bytes]]
     ) -> Run | None:
-        """Look for further leading blocks of a prompt in other shardings, after those in the own sharding.
+        """Look up in other shardings the blocks of a prompt after its leading blocks in the own sharding.
 
         Args:
             statuses: the pool's answers for the prompt's blocks from ``first`` on, in the own sharding.
@@ -159,7 +159,7 @@ class _PeerLookup:
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """Return which leading blocks the two shardings have together.
+        """Return the leading blocks of the prompt that are in the pool in one of the two shardings.
 
         Args:
             statuses: the pool's answers for blocks of the own sharding.
@@ -183,7 +183,7 @@ class _PeerLookup:
 
 
 def _split(run: Run, wanted: range) -> Iterator[tuple[bool, range]]:
-    """Split the ``wanted`` blocks of ``run`` by sharding; yield ranges, each with True for the other sharding."""
+    """Split the ``wanted`` blocks of ``run`` by sharding; yield each range with True if it is in the other sharding."""
     begin = wanted.start
     for each in run.gathered:
         start, stop = max(each.start, begin), min(each.stop, wanted.stop)
