@@ -12,7 +12,7 @@ device.py    Device: the interface of a device with streams, events and memory
 cuda.py      CudaDevice: a GPU, with CUDA's streams, events and pinned memory
 stand_in.py  StandInDevice: threads and host memory in place of a device
 
-``docs/internals/staging.md`` describes the path of a block and the rules of order.
+``docs/internals/staging.md`` describes the path of a block, and which copy waits for which.
 """
 
 from kvstore_backend.staging.device import Codec, Device, Step, Stream

@@ -38,7 +38,7 @@ class CudaDevice:
         return event
 
     def make_mark(self) -> torch.cuda.Event:
-        """Return a new event that can record the GPU's time."""
+        """Return a new CUDA event that records the time at which the GPU reaches it."""
         return torch.cuda.Event(enable_timing=True)
 
     def bind_thread(self) -> None:
@@ -85,7 +85,10 @@ class _CudaStream:
 
 @dataclass(frozen=True)
 class _Failed:
-    """Event for a list of copy steps of which one could not be queued. ``synchronize`` raises that step's error."""
+    """Event for a list of copy steps, of which one could not be queued.
+
+    ``synchronize`` raises the error of this step.
+    """
 
     error: Exception
     stream: torch.cuda.Stream

@@ -1,4 +1,4 @@
-"""Interface of a device with KV blocks in its memory. Staging uses CUDA and the stand-in through this interface."""
+"""Interface of a device with KV blocks in its memory: a GPU, or the stand-in for KV in host memory."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Buffer:
 
     Args:
         memory: uint8 ``[capacity * stride]``: the blocks with their headroom.
-        blocks: int64 ``[capacity]``: the numbers of these blocks in KV memory.
+        blocks: int64 ``[capacity]``: the indices of these blocks in KV memory.
         nbytes: bytes of a block.
         is_spare: whether the buffer was allocated and registered alone, not with the other buffers of the ring.
 
@@ -86,7 +86,10 @@ class Ring:
         self._free = deque(buffers)
 
     def take(self) -> Buffer:
-        """Return the buffer that has been free longest, after its last copy has ended. Only the caller uses it then."""
+        """Return the buffer that has been free longest, for this caller alone.
+
+        Before, wait until its last copy has ended.
+        """
         with self._lock:
             buffer = self._free.popleft() if self._free else None
         if buffer is None:
@@ -102,7 +105,10 @@ class Ring:
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """Make a buffer available again, when no call to the pool uses it. A copy may still use it."""
+        """Make a buffer available again.
+
+        No call to the pool may use it any more; a copy may, because ``take`` waits for its end.
+        """
         surplus = None
         with self._lock:
             self._free.append(buffer)

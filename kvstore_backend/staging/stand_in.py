@@ -19,8 +19,10 @@ __all__ = ["StandInDevice"]
 
 
 class StandInDevice:
-    """Device for KV in host memory: threads replace the device's streams. Its events are not needed for an engine on
-    the host, because the engine's work on KV memory has ended when a call of the engine returns.
+    """Device for KV in host memory: threads replace the device's streams.
+
+    ``record_event`` returns None: an engine on the host has ended its work on KV memory when a call of the engine
+    returns.
 
     Args:
         start_thread: called on the thread of each new stream before everything else.

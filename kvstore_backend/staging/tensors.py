@@ -18,8 +18,9 @@ class KVTensors:
     """Blocks of KV memory in one tensor or several, such as one for each layer, which are copied as rows of bytes.
 
     The row of a block has the block's elements of the first tensor, then of the second, and so on. The elements of a
-    tensor are in the order of memory, outermost axis first. ``DirectMemory`` with ``KVMemory.locate_blocks`` moves the
-    same bytes.
+    tensor are in the order of memory, outermost axis first. So a block has the same bytes in the pool as without
+    staging (``DirectMemory`` with ``KVMemory.locate_blocks``). A *kernel block* is a block of the attention kernel,
+    which may be smaller than a block of the pool.
 
     Args:
         tensors: tensors ``[kernel block, ...]`` of any dtype, on one device, which do not share memory. If the block
@@ -97,7 +98,10 @@ class _Layout:
 
     @property
     def numbers(self) -> list[int]:
-        """Offsets, strides and sizes in bytes. The width of the copied integers must divide each of these numbers."""
+        """Offsets, strides and sizes in bytes.
+
+        The size of the integers by which a block is copied must divide each of these numbers.
+        """
         return [self.offset, self.blocks[1], self.run, self.nbytes, *(stride for _, stride in self.axes)]
 
     def view_as(self, unit: int) -> torch.Tensor:
