@@ -128,8 +128,8 @@ class CheckedBackend(Wrapper):
     ) -> None:
         """Read the blocks again that the pool has but that failed the check; remove those that fail again.
 
-        One failed check may be the fault of this reader's own transfer. A block that was ``ABSENT`` in the read but
-        exists has another size, or was put after the read.
+        One failed check may be the fault of this reader's own transfer. This method also reads blocks again that were
+        ``ABSENT`` although the pool has them: they have another size, or were put after the first read.
 
         Args:
             keys: the keys of all blocks of the call.
@@ -159,7 +159,7 @@ class CheckedBackend(Wrapper):
                 self._store.remove(bad, force=is_forced)
 
     def _confirm_presence(self, keys: Sequence[str], statuses: list[Status]) -> None:
-        """Set the status of blocks that were read, but that the pool has no longer, to ``ABSENT``.
+        """Set the status ``ABSENT`` for blocks that were read, but that the pool does not have any more.
 
         If a client removes a block during the read, the pool may use the block's memory for another block. Then the
         read may bring the right header with the bytes of the other block. Without checksums only a look-up detects
@@ -192,7 +192,7 @@ class CheckedBackend(Wrapper):
         return statuses
 
     def _find_fault(self, key: str, target: Value, place: Value) -> _Fault | None:
-        """Check the header and the value that were read for ``key``; return the fault, or None if they are correct."""
+        """Check the value that was read for ``key``, and its header in ``place``; return the fault, or None."""
         header = _HeaderMemory.from_address(place[0].address).raw
         wanted = _build_header(key, target, is_summed=self._is_summed)
         if header == wanted:
@@ -339,6 +339,6 @@ def _build_identity(key: str) -> bytes:
 
 
 def _find_wrong_field(header: bytes, wanted: bytes) -> str:
-    """Return the name of the first field in which two headers differ; the checksum's only if no other field differs."""
+    """Return the name of the first field in which two headers differ; ``checksum`` only if no other field differs."""
     pairs = zip(_FIELD_NAMES, _FIELDS.unpack(header), _FIELDS.unpack(wanted), strict=True)
     return next((name for name, is_, should in pairs if is_ != should and name != "checksum"), "checksum")

@@ -175,7 +175,10 @@ class _Call:
 
 @dataclass(eq=False, slots=True)
 class _Region:
-    """One registration of memory by a caller. Each is a new object, because the memory may have new pages."""
+    """One registration of memory by a caller.
+
+    A later registration of the same address is a new object, because the memory may have other pages by then.
+    """
 
     nbytes: int
     headroom: bool
@@ -427,7 +430,7 @@ class GuardedBackend(StorageBackend):
             return not self._is_closed
 
     def _recover(self) -> None:
-        """Open or probe the store, with pauses, until it works; then close the breaker.
+        """Open the store, or probe it if it is open, with pauses, until it works; then close the breaker.
 
         Before each try, wait until no late call is left.
         """
@@ -512,7 +515,8 @@ class GuardedBackend(StorageBackend):
                 self._open_breaker(f"{what} did not succeed")
 
     def _register_with(self, store: StorageBackend, address: int, *, only_unregisters: bool = False) -> None:
-        """Make the store's registration at ``address`` equal to that of the callers: unregister, then register.
+        """Register the memory at ``address`` with the store as callers requested; first remove an outdated
+        registration.
 
         With ``only_unregisters``, only remove the outdated registration.
         """
@@ -539,7 +543,10 @@ class GuardedBackend(StorageBackend):
                 self._changed.notify_all()
 
     def _list_outdated(self) -> list[int]:
-        """Return the addresses where the store's registration differs from the callers'. The caller holds the lock."""
+        """Return the addresses whose registration with the store is not the one that callers requested.
+
+        The caller holds the lock.
+        """
         addresses = {**self._wanted, **self._known}  # a dictionary, because its order does not depend on the addresses
         return [each for each in addresses if self._wanted.get(each) is not self._known.get(each)]
 

@@ -3,8 +3,7 @@
 If the store is fast, each part is hashed and moved (read or written) separately: while one part is hashed, another is
 moved. A slow store gets the whole batch in one call, and only the hashing is divided, because several calls are slower:
 over TCP on two cores, two concurrent calls, each for half of the batch, took 1.5 times as long as one call for the
-batch. The duration of the batch before shows whether the store
-is fast.
+batch. The duration of the last batch shows whether the store is fast.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class TieredBackend(StorageBackend):
         return self._fail_if_late(statuses, self._fast.put([keys[i] for i in done], [values[i] for i in done]))
 
     def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
-        """Return ``statuses``; ``FAILED`` for all keys if a late put of the fast tier may still read the memory."""
+        """Return ``statuses``, or ``FAILED`` for all keys if a late put of the fast tier may still read the memory."""
         if Status.FAILED in copied and not self._fast.wait_for_late_calls(0):
             return [Status.FAILED] * len(statuses)
         return statuses

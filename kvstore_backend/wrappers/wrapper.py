@@ -1,7 +1,8 @@
 """Base class of wrappers. A wrapper is a backend around another backend, and passes calls to it.
 
-``exists_for_all`` and ``get_for_all`` call the wrapper's own ``exists`` and ``get``, because a wrapper that changes
-values must also change the values of these calls. Wrappers with their own copies of values override both methods.
+Here ``exists_for_all`` and ``get_for_all`` call the wrapper's own ``exists`` and ``get``, not those of the inner
+backend. So a wrapper that changes values needs to override only ``exists`` and ``get``. A wrapper with its own copies
+of values overrides all four.
 """
 
 from __future__ import annotations

@@ -169,14 +169,18 @@ class WriteBehindBackend(Wrapper):
         return Status.FAILED if is_sending else answer
 
     def drop_own_copies(self, prefix: str) -> bool:
-        """Remove the keys that begin with ``prefix`` from the queue, except blocks that are being written now."""
+        """Remove the keys that begin with ``prefix`` from the queue, and from the copies of the inner backend.
+
+        A block that is being written now stays in the queue; this does not count as a copy that is left.
+        """
         self._withdraw(prefix)
         return self._store.drop_own_copies(prefix)
 
     def _withdraw(self, prefix: str) -> bool:
         """Remove the keys that begin with ``prefix`` from the queue, except blocks that are being written now.
 
-        Return whether one of these blocks is being written now.
+        Returns:
+            Whether a block with such a key is being written now.
         """
         with self._changed:
             queued = {key for key in self._blocks if key.startswith(prefix)}
