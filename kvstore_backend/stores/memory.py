@@ -12,7 +12,7 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(StorageBackend):
-    """Store that copies values into a dictionary, and evicts the least recently used above ``capacity_bytes``.
+    """Store that copies values into a dictionary, and evicts the least recently used if they exceed ``capacity_bytes``.
 
     Bytes are copied without the lock, because a stored value never changes.
     """

@@ -256,7 +256,7 @@ class MooncakeStore(StorageBackend):
 
     @contextlib.contextmanager
     def _stage_values(self, values: Sequence[Value]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield addresses and sizes of the values. If a value has several spans, copy all values to a buffer first."""
+        """Yield address and size of each value. If a value has several spans, first copy all values to a buffer."""
         sizes = [sum([nbytes for _, nbytes in value]) for value in values]
         if all(len(value) == 1 for value in values):
             yield [value[0].address for value in values], sizes

@@ -34,7 +34,8 @@ class TenantAccount:
     Attributes:
         name: name of the tenant, as its clients configure it.
         quota: configured limit in bytes.
-        granted: limit in force, in bytes. If all quotas together exceed the pool, each is reduced in proportion.
+        granted: limit that the master enforces now, in bytes. If all quotas together exceed the pool, the master
+            reduces each of them in proportion.
         used: bytes of the tenant's blocks now.
         evicted: bytes of the tenant's blocks that were evicted to make space for its later blocks, in total.
         refused: number of the tenant's writes that failed because its limit was reached.

@@ -77,7 +77,10 @@ _METADATA_FLAGS = {"etcd": "-DUSE_ETCD=ON", "redis": "-DUSE_REDIS=ON"}
 
 
 def require_library(settings: MooncakeSettings | None = None) -> None:
-    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or lacks a client that ``settings`` need."""
+    """Raise ``PoolUnavailable`` if Mooncake's library cannot be loaded, or its build does not support ``settings``.
+
+    The build must have clients for the configured metadata server, and for the service that elects masters.
+    """
     try:
         load_client_class()
     except ImportError as exc:
@@ -297,10 +300,10 @@ def _open_connection(address: str, role: str, remedy: str) -> socket.socket:
 
 
 def find_missing_backend(settings: MooncakeSettings) -> tuple[str, str] | None:
-    """Check whether Mooncake's library has the clients that ``settings`` need.
+    """Check whether Mooncake's build supports the configured metadata server and election of masters.
 
     Returns:
-        ``None`` if the library has them; else a text that says which client is missing, and a remedy.
+        ``None`` if it supports both; else a text that says which client is missing in the build, and a remedy.
     """
     if missing := find_missing_coordinator(settings.ha_backend, f"master_server_addr is {settings.master_server_addr}"):
         return missing
@@ -338,9 +341,15 @@ def find_missing_coordinator(backend: str, named: str) -> tuple[str, str] | None
 
 
 def _check_scheme(program: str, scheme: str, complaint: str, missing: tuple[str, str]) -> tuple[str, str] | None:
-    """Return ``None`` if Mooncake accepts addresses with ``scheme``, such as ``redis``; otherwise ``missing``.
+    """Return ``None`` if Mooncake's build has a client for the URL scheme ``scheme``, otherwise ``missing``.
 
     If no process can be started for the check, return a text that says so, and a remedy.
+
+    Args:
+        program: Python code that another process runs for the check.
+        scheme: ``etcd``, ``redis`` or ``k8s``.
+        complaint: what Mooncake prints if its build has no client for the scheme.
+        missing: text that says which client is missing, and a remedy.
     """
     try:
         return None if _accepts_scheme(program, scheme, complaint) else missing
@@ -354,7 +363,7 @@ def _check_scheme(program: str, scheme: str, complaint: str, missing: tuple[str,
 
 @cache
 def _accepts_scheme(program: str, scheme: str, complaint: str) -> bool:
-    """Return whether Mooncake accepts addresses with ``scheme``: ``program`` does not print ``complaint``.
+    """Return whether Mooncake has a client for ``scheme``: the Python code ``program`` does not print ``complaint``.
 
     Raises:
         OSError: no process can be started.

@@ -19,7 +19,7 @@ _MAX_LEDGER_BYTES = 64
 
 
 class Block(NamedTuple):
-    """File of a stored value. The order of two blocks is the order of their last use."""
+    """File of a stored value. Blocks are sorted by the time of their last use."""
 
     used_ns: int
     path: str

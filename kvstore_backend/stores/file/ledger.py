@@ -9,8 +9,8 @@
                             that the process is writing
 
 Files are created, renamed and removed under the ledger's lock; bytes are written and read outside it. The time under
-the lock does not grow with the number of values, with two exceptions: a count after a writer was killed in the middle
-of a change, and the removal of values from before the machine's last start.
+the lock does not grow with the number of values, with two exceptions: the values are counted after a writer was killed
+in the middle of a change, and the values from before the machine's last start are removed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FolderRemoved(OSError):
 
 
 class Ledger:
-    """Enforces one size limit for a folder on all processes that open the folder.
+    """Makes all processes that open a folder use one size limit for it.
 
     The ledger stores the size limit of the folder. A process without a configured size uses the stored limit. A process
     with another size is refused while another process has the folder open; otherwise it changes the stored limit. (If
