@@ -42,7 +42,7 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("transfer_timeout", "storage_root_dir", "mooncake_prefer_local_alloc"), "LMCache"),
     "mooncake_page_first_multi_buffer": "LMCache",
 }
-"""Keys that an engine adds to Mooncake's JSON for its own use -> the engine. The keys are ignored."""
+"""Keys that an engine adds to Mooncake's JSON for its own use -> name of the engine. This package ignores them."""
 
 _LOOSE_SIZE = re.compile(r"(\d+(?:\.\d+)?\s*[KMGT])B?", re.IGNORECASE)
 _MINDIE_KEYS = ("backend", "configPath", "asyncWrite")
@@ -57,7 +57,7 @@ class ParsedConfig:
     Attributes:
         backend: ``mooncake``, ``file`` or ``memory``; empty if the pool is turned off.
         values: value of each setting, by the name of the setting in ``settings.py``. Unknown names are included.
-        places: for each setting, the place of its value, as text for messages.
+        places: for each setting, text for messages that says where its value is written.
         where: the file or URL, as text for messages.
     """
 

@@ -129,7 +129,7 @@ def is_named_port_bound(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def binds_address(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``MC_TCP_BIND_ADDRESS`` selects the address of this machine that Mooncake uses."""
+    """Return whether ``MC_TCP_BIND_ADDRESS`` is set, which selects the address of this machine that Mooncake uses."""
     return bool((os.environ if environ is None else environ).get("MC_TCP_BIND_ADDRESS"))
 
 
@@ -158,7 +158,7 @@ def set_native_cluster(settings: MooncakeSettings) -> None:
 
 
 def set_snapshot_folder(folder: str) -> dict[str, str]:
-    """Set the environment variables of a Mooncake master that snapshots to ``folder``; return these variables."""
+    """Set the environment variables of a Mooncake master that writes snapshots to ``folder``; return the variables."""
     # Without ..._SKIP_CLEANUP a restarted master forgets all blocks that have no lease at that time.
     variables = {
         "MOONCAKE_SNAPSHOT_LOCAL_PATH": str(Path(folder).absolute()),

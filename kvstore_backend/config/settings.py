@@ -159,8 +159,8 @@ class PoolConfig:
         store: settings of the shared store.
         async_write: whether blocks are written to the shared store in the background, like MindIE's ``asyncWrite``.
         fast: settings of the fast tier, a smaller store of this machine in front of the shared store, or None.
-        kv: form in which blocks are stored: ``int8`` or ``fp8``, which need half or a quarter of the bytes and do not
-            keep the exact values; empty: unchanged. Only the reference engine supports ``int8`` and ``fp8``.
+        kv: form in which blocks are stored: ``int8`` or ``fp8`` (one byte for each element instead of two or four; the
+            values are not exact); empty: unchanged. Only the reference engine supports ``int8`` and ``fp8``.
     """
 
     store: MooncakeSettings | FileSettings | MemorySettings

@@ -282,7 +282,7 @@ def _file_source(
 ) -> _Source:
     """Return the values in the JSON file that the caller or the environment names.
 
-    There are no values without a file, or if the file that the environment names is for another backend.
+    The result is empty without a file, or if the file that the environment names is for another backend.
 
     Args:
         is_named: whether the caller requested the backend by its name, not by a URL.
