@@ -45,14 +45,14 @@ def _is_anthropic(path: str) -> bool:
 
 
 class ApiError(NamedTuple):
-    """An error response: its HTTP ``status``, one sentence, a machine-readable ``code``, and the wrong field's name."""
+    """An error response: HTTP ``status``, one sentence, a machine-readable ``code``, and the body's wrong member."""
 
     status: int
     message: str
     code: str
     param: str | None = None
     members: Mapping[str, Any] | None = None
-    """The members of the response body, if its format is not OpenAI's; see ``to_dialect``."""
+    """The whole response body, if ``to_dialect`` has chosen the format of a FastDeploy router; else None."""
 
     def body(self, path: str = "") -> bytes:
         """Return the JSON body of the error response to a request for ``path``."""
@@ -67,7 +67,7 @@ class ApiError(NamedTuple):
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def error_event(self, path: str = "") -> bytes:
-        """Return the error as an event of a stream. In OpenAI's format, this event alone may end a stream."""
+        """Return the error as the only event of a stream. After other events, ``sse`` is used, which adds its end."""
         return encode_error_event(self.body(path), path)
 
     def sse(self, path: str = "") -> bytes:

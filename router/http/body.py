@@ -198,7 +198,10 @@ def rename_model(data: bytes, model: str) -> bytes:
 
 
 def _search_model(data: bytes) -> slice | None:
-    """Return the position of the model's name in a large body or a form; None if it is in the middle or missing."""
+    """Return the position of the model's name in a large body or a form; None if it is not found.
+
+    Only the beginning and the end of the body are searched.
+    """
     search = _search_form if data.startswith(b"--") else _search_object
     first = search(data, 0, _MODEL_BYTES)
     return first if first is not None else search(data, max(0, len(data) - _MODEL_BYTES), len(data))
@@ -210,7 +213,10 @@ def _search_object(data: bytes, start: int, end: int) -> slice | None:
 
 
 def _search_form(data: bytes, start: int, end: int) -> slice | None:
-    """Return the position of the model's name in a form, if its part lies completely between ``start`` and ``end``."""
+    """Return the position of the model's name in a form; None if it is not found.
+
+    Only fields of the form that lie completely between ``start`` and ``end`` are searched.
+    """
     boundary, line_end, _ = data[: _LONGEST_BOUNDARY + 2].partition(b"\r\n")
     if not line_end:
         return None
@@ -340,9 +346,9 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
 
 
 def _blank(data: bytes, large: LargeBody, start: int, end: int) -> Iterator[bytes]:
-    """Yield a range of a large body with each byte except line ends replaced by a blank, in parts.
+    """Yield the blanks, in pieces, that replace a range of a large body. Its line ends stay.
 
-    The parts that ``large`` has removed for parsing are not copied.
+    Existing blanks are used for the long parts that ``large`` has removed for parsing, which is faster than a copy.
     """
     for first, last, is_blank in large.list_cuts(start, end):
         yield data[start:first].translate(_BLANK)
@@ -495,7 +501,11 @@ def read_usage(data: bytes) -> Usage | None:
 
 
 def _find_end(data: bytes, start: int, end: int) -> int:
-    """Return the end of the object at ``start``, with a nested object before ``end``; 0 if the end is too far away."""
+    """Return the end of the usage object that begins at ``start``; 0 if ``_USAGE_BYTES`` do not contain its end.
+
+    Args:
+        end: the end of the first object that is nested in it.
+    """
     limit = start + _USAGE_BYTES
     while end and data.count(b"{", start, end) > data.count(b"}", start, end):
         end = data.find(b"}", end, limit) + 1
@@ -503,7 +513,7 @@ def _find_end(data: bytes, start: int, end: int) -> int:
 
 
 def _add_details(members: dict[str, Any]) -> dict[str, Any]:
-    """Return the members of a usage, and the members of its nested objects."""
+    """Return the members of a usage and of the objects nested in it, in one dictionary."""
     found = members
     for details in members.values():
         if type(details) is dict:

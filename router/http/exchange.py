@@ -420,7 +420,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def drop(self) -> None:
-        """Close a new connection that no exchange waits for, and whose end uvloop would not report."""
+        """Close a connection that was given up while it was being opened. uvloop would not report its end."""
         self.abort()
         self.connection_lost(None)
         self._transport, self._is_made = cast(asyncio.Transport, None), False

@@ -103,7 +103,7 @@ class LargeBody:
             yield from self._hide_escapes()
 
     def _hide_escapes(self) -> Iterator[None]:
-        """Compute ``self.hidden`` piece by piece, because a text with many escapes takes long."""
+        """Set ``self.hidden`` piece by piece, because ``hide_escapes`` takes long for a text with many escapes."""
         data, start = self.shorten(), 0
         pieces = []
         while start < len(data):
@@ -232,7 +232,7 @@ class LargeBody:
 
 
 def weigh_values(data: bytes, start: int, end: int) -> int:
-    """Estimate the time to parse a part of a body, in units of one number. It is too high if texts contain JSON."""
+    """Estimate the time to parse a part of a body; 1 is the time for one number. Too high if a text contains JSON."""
     brackets = data.count(b"[", start, end) + data.count(b"{", start, end)
     quotes = data.count(b'"', start, end)
     return data.count(b",", start, end) + QUOTE_WEIGHT * quotes + BRACKET_WEIGHT * brackets
@@ -259,8 +259,8 @@ def show_escapes(data: bytes) -> bytes:
 def _find_end(data: bytes, start: int) -> tuple[int, bool]:
     """Return the end of the piece that begins at ``start``, and whether a text may be cut there.
 
-    The end is never within an escape. A text may be cut there if it is not within a character or a pair of escapes
-    either.
+    The end is never within an escape. A text may be cut there if the end is also not within a character of several
+    bytes, and not between the two escapes of a surrogate pair.
     """
     end = start + PIECE_BYTES
     if end >= len(data):

@@ -53,7 +53,9 @@ class PreparedHead(NamedTuple):
 
     start: bytes
     needs_length: bool
+    """Whether the request needs a ``content-length``, because its method is neither GET nor HEAD."""
     bodiless: bool
+    """Whether the response has no body, because the method is HEAD."""
 
 
 class Response(NamedTuple):

@@ -120,7 +120,7 @@ class ConnectionPool:
             self._closing_old.cancel()
 
     def take_idle(self, address: Address) -> Connection | None:
-        """Return the idle connection to ``address`` that was used last; None if all have been idle for too long."""
+        """Return the idle connection to ``address`` that was used last; None if none was used recently."""
         idle = self._idle.get(address)
         now = time.monotonic()
         while idle:

@@ -53,6 +53,7 @@ class DataPlane(Protocol):
 
     max_body_bytes: int
     is_leaving: bool
+    """Whether clients should close their connections, because this process will stop."""
     known_targets: Mapping[bytes, str]
     """Maps request targets that were checked before to their paths."""
 
@@ -481,7 +482,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.url, self.headers, self.expect_100_continue, self._content_length = b"", [], False, b""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. ``content-length`` is stored apart, so that the headers of a client's requests are equal."""
+        """Store a header; ``content-length`` apart, because the others are usually equal in a client's requests."""
         name = name.lower()
         if name == b"content-length":
             self._content_length = value
@@ -646,7 +647,7 @@ class RouterProtocol(HttpToolsProtocol):
     def _normalize_target(self) -> str:
         """Remove a final slash and a fragment. Return the path; ``""`` if the control plane has to refuse the request.
 
-        Otherwise an instance might read the path in another way than the router, or redirect the client to its own
+        With them, an instance might read the path in another way than the router, or redirect the client to its own
         address.
         """
         target, question_mark, query = self.url.partition(b"#")[0].partition(b"?")
