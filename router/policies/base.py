@@ -81,7 +81,7 @@ class RequestFeatures:
             prompt_tokens: estimated number of prompt tokens.
             prefix: returns the hashes of the prompt's whole chunks, first to last.
             text: returns the text from which the chunks are cut.
-            tokens_per_chunk: estimated number of tokens per chunk.
+            tokens_per_chunk: estimated number of tokens per chunk; 0 if the request has no chunks.
             key: session or user of the request; ``""`` if the request names none.
             home: session for the choice among instances of the same cost. Requests with the same ``home`` use the same
                 instance. Requests with ``""`` use these instances in turn.

@@ -40,19 +40,19 @@ class Run:
     seed: int
     """Seed for the names of these blocks."""
     stored_at: float
-    """Time of the last event."""
+    """Time of the last event that stored any of these blocks."""
     hashes: list[BlockHash] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
     """Names of the first blocks, as far as they were computed; see ``block_names``."""
     unnamed: list[tuple[int, int, Tokens]] = field(default_factory=list)
-    """Tokens of the blocks that have no names yet: the place of the first block in ``hashes``, the place after the last
-    block, and the tokens. There may be tokens of fewer blocks, and a function may return those of more blocks."""
+    """Tokens of blocks that have no names yet, as (first, end, tokens): the blocks are ``hashes[first:end]``. Tokens of
+    the last blocks may be missing, and a function may also return tokens of blocks after ``end``."""
     behind: dict[Run, None] = field(default_factory=dict)
     """The runs whose ``before`` is this run."""
     chunks: dict[int, float] = field(default_factory=dict)
     """The prompt chunks that end in these blocks. The value is the number of tokens up to the end of the chunk."""
     tips: dict[int, Tip] = field(default_factory=dict)
-    """The tips that are in these blocks, by ``Tip.chunk``."""
+    """Each ``Tip`` whose last cached block is in this run, by ``Tip.chunk``."""
 
     @property
     def end(self) -> int:
@@ -97,7 +97,7 @@ class Run:
 
 @dataclass(slots=True)
 class Tip:
-    """The end of what an instance has cached of a prompt and its response."""
+    """The position up to which an instance has cached a prompt and its response."""
 
     chunk: int
     """Hash of the prompt's last whole chunk."""
@@ -109,11 +109,12 @@ class Tip:
     """Number of tokens up to the end of the last block that has only prompt tokens."""
     tokens_per_chunk: float
     num_rest_bytes: int
+    """Number of bytes of the prompt's text after its last whole chunk. ``rest_digest`` is the hash of this text."""
     rest_digest: int
 
 
 class StoredBlocks(NamedTuple):
-    """Successive blocks that one event has stored, and whose place in the prompt is known."""
+    """Successive blocks that one event has stored, and whose position in the prompt is known."""
 
     at: float
     """Time of the event."""
@@ -125,7 +126,7 @@ class StoredBlocks(NamedTuple):
 
 
 class BlockTree:
-    """The cached blocks of one instance, as a tree of runs."""
+    """The cached blocks of one instance, as a tree of runs: a run's children begin after one of its blocks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -155,9 +156,10 @@ class BlockTree:
         return self._size if self._run_of else 0
 
     def name_blocks(self) -> Iterator[None]:
-        """Compute the names of all blocks, for ``count_named`` and ``count_leading``. Yield often, for other work.
+        """Compute the names of all blocks, for ``count_named`` and ``count_leading``. Yield after each run.
 
-        After that, each block gets its name when it is stored. Events may be applied between the steps.
+        While this function has yielded, other code may run and apply events. Blocks that are stored from now on get
+        their names at once.
         """
         self._is_naming = True
         if not self._is_named:
@@ -193,7 +195,7 @@ class BlockTree:
         tokens: Tokens = b"",
         seed: int = SEED,
     ) -> list[StoredBlocks]:
-        """Add a chain of blocks that the instance has stored. Return the parts of the chain whose places are known.
+        """Add a chain of blocks that the instance has stored. Return its parts whose positions are known.
 
         Args:
             hashes: the blocks, in order.
@@ -239,8 +241,8 @@ class BlockTree:
         self._remove(hashes)
 
     def forget_copies(self) -> None:
-        """Assume that each block is cached once. Call this if events may be missing: a missing event about the removal
-        of a copy would have the effect that the block stays.
+        """Assume that each block is cached once. Call this if events may be missing. Otherwise a block would never be
+        removed if the event about the removal of one of its copies is missing.
         """
         self._copies.clear()
 
@@ -259,7 +261,7 @@ class BlockTree:
         """
 
     def _find_placed(self, block: BlockHash) -> Run | None:
-        """Return the run of a cached block whose place in the prompt is known."""
+        """Return the run that has a block; None if it is not cached, or its position in the prompt is unknown."""
         run = self._run_of.get(block)
         return None if run is None or run.start < 0 else run
 
@@ -283,7 +285,7 @@ class BlockTree:
             seed: seed for the names if ``parent`` is not cached.
 
         Returns:
-            The blocks, or nothing if their place in the prompt is not known.
+            One entry for all these blocks; empty if their position in the prompt is unknown.
         """
         before = None if parent is None else self._run_of.get(parent)
         if (
@@ -326,7 +328,7 @@ class BlockTree:
                 del self._orphans[run.parent]
 
     def _adopt(self, block: BlockHash, run: Run) -> None:
-        """Link the runs after ``block``, which was stored again, with the run that has it now."""
+        """Make the runs that follow ``block`` children of ``run``, in which ``block`` was stored again."""
         end = run.find_end(block)
         for orphan in list(self._orphans[block]):
             # If the block was stored again in another chain, it ends elsewhere, and the chain of the orphan is broken.

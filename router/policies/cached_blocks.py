@@ -73,7 +73,7 @@ class CachedBlocks(BlockTree):
         self._run_of_chunk: dict[int, Run] = {}
         """For each chunk of an associated prompt, the run in which it ends."""
         self._tips: dict[int, Tip] = {}
-        """The tip of each associated prompt, by the prompt's last whole chunk."""
+        """The ``Tip`` of each associated prompt, by the prompt's last whole chunk."""
         self._leaves: set[BlockHash] = set()
         """The last blocks of associated prompts."""
         # The blocks of each recent event, by the number of tokens up to their end, in two dictionaries: after
@@ -312,7 +312,7 @@ class CachedBlocks(BlockTree):
         return run, min(run.end, run.start + num_blocks * run.size)
 
     def _is_behind(self, run: Run, end: int, chunk: int) -> bool:
-        """Return whether the first ``end`` tokens of a chain, which end in ``run``, have the block of ``chunk``."""
+        """Return whether the chain of blocks that ends in ``run`` at ``end`` tokens has the block with ``chunk``."""
         start, chunk_end = self._find_block_end(chunk)
         at: Run | None = run
         while at is not None and at.start >= chunk_end:
@@ -320,8 +320,9 @@ class CachedBlocks(BlockTree):
         return at is start and end >= chunk_end
 
     def _descend(self, chunk: int, end: int) -> BlockHash | None:
-        """Return the block that ends at ``end`` tokens, after the one in which ``chunk`` ends; None if the chain ends
-        or branches before.
+        """Return the block that ends at ``end`` tokens, in the chain after the block in which ``chunk`` ends.
+
+        Return None if the chain ends or branches before.
         """
         run, at = self._find_block_end(chunk)
         while True:
@@ -337,7 +338,13 @@ class CachedBlocks(BlockTree):
             run, at = following[0], run.end
 
     def _add_tip(self, prompt: PlacedPrompt, run: Run, prompt_end: int) -> None:
-        """Store how many tokens of the prompt and its response are cached."""
+        """Store a ``Tip``: how many tokens of the prompt and its response are cached.
+
+        Args:
+            prompt: the prompt.
+            run: the run that has the last block with only prompt tokens.
+            prompt_end: number of tokens up to the end of this block.
+        """
         chunk = prompt.chunks[-1]
         self._remove_tip(chunk)
         end = prompt_end

@@ -106,7 +106,7 @@ class _Table:
         self.used_at: dict[_Node, float] = {}
 
     def read(self, node: _Node) -> None:
-        """Read a node. The parent fits the chunks: no other thread runs between these two."""
+        """Copy the values of a node. No other thread can split it between the reads of its parent and of its chunks."""
         parent, chunks = node.parent, node.chunks
         self.parents[node], self.chunks[node] = parent, chunks
         self.holders[node], self.used_at[node] = node.holders, node.used_at
@@ -115,11 +115,11 @@ class _Table:
 class PrefixIndex:
     """Maps a prefix to the time of its last use, and to the set of instances that computed it.
 
-    The index removes the nodes that were not used for the longest time: those that are older than the lifetime, and as
-    many as are necessary because of new ones.
+    The index stores successive chunks together as a node. It removes nodes that were not used for longer than the
+    lifetime; and, if there are too many, those that were not used for the longest time.
 
-    A prompt is always added from its first chunk on. So from the first chunk of a prompt to its last, times never
-    increase and sets never grow, and the node that was not used for the longest time has no children.
+    A prompt is always added from its first chunk on. So a chunk was never used later, or computed by more instances,
+    than the chunks before it, and the node that was not used for the longest time has no children.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class PrefixIndex:
             parent = node
 
     def _add_chunks(self, path: list[_Node], chunks: array[int], bit: int, now: float) -> None:
-        """Add new chunks after a path: to its last node, if nothing distinguishes their chunks, or as a new node."""
+        """Add new chunks after the nodes of ``path``: to the last one if only this instance has it, else as a node."""
         parent = path[-1] if path else None
         if parent is not None and not parent.num_children and parent.holders == bit:
             parent.chunks = parent.chunks + chunks
@@ -453,7 +453,7 @@ class PrefixIndex:
         self._cancel_drops(node.chunks, -1)
 
     def _cancel_drops(self, chunks: Iterable[int], holders: int) -> None:
-        """Record that a set of instances has not dropped these chunks."""
+        """Delete what ``drop_chunks`` has recorded about these chunks and a set of instances (one bit for each)."""
         dropped = self._dropped
         if dropped:
             for chunk in dropped.keys() & chunks:
@@ -462,7 +462,7 @@ class PrefixIndex:
                     del dropped[chunk]
 
     def _subtract_drops(self, own: dict[str, int], chunks: Sequence[int]) -> None:
-        """Reduce the ``own`` of a match to the chunks before the first one that an instance has dropped."""
+        """Reduce the numbers in ``own``: an instance has only the chunks before the first one that it has lost."""
         dropped, seen = self._dropped, 0
         if dropped.keys().isdisjoint(chunks):
             return
@@ -539,7 +539,7 @@ class PrefixIndex:
 
 
 def _count_common(chunks: Sequence[int], prompt: Sequence[int], at: int) -> int:
-    """Return how many leading chunks of ``chunks`` a prompt has from the place ``at`` on. The first one is equal."""
+    """Return how many leading chunks of ``chunks`` a prompt has from its index ``at`` on, where the first is equal."""
     most = min(len(chunks), len(prompt) - at)
     if chunks[most - 1] == prompt[at + most - 1]:  # then all chunks before it are equal, too
         return most

@@ -79,7 +79,10 @@ class PrefixPolicy(PolicyBase):
         self._index.set_aging(key, None)
 
     def set_exact(self, key: str, *, is_exact: bool) -> None:
-        """Set whether all KV events of an instance up to now were applied."""
+        """Set whether all KV events of an instance up to now were applied.
+
+        If not, the index again assumes that the instance evicts a chunk after a time without use.
+        """
         cache = self.caches[key]
         if is_exact:
             self._index.restore_holder(key, cache.chunks)  # ``forget_instance`` may have removed it from the index
@@ -94,7 +97,7 @@ class PrefixPolicy(PolicyBase):
         Args:
             key: the instance.
             own_chunks: number of leading chunks in its own cache, according to the index.
-            own_tokens: the same in tokens.
+            own_tokens: number of tokens in these chunks.
 
         Returns:
             Reasons for the decision, and the number of tokens. Without events that number is ``own_tokens``.

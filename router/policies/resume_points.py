@@ -25,11 +25,14 @@ _MIN_RESPONSES = 2
 
 
 class _End(NamedTuple):
+    """What was learned about one prefix at one instance."""
+
     resumed: int
     """Number of leading chunks that the last response had cached."""
     responses: int
     """Number of successive responses that had fewer chunks cached than the prefix has."""
     counted_at: float
+    """Time at which the last of these responses was counted."""
 
 
 class ResumePoints:
