@@ -86,8 +86,8 @@ class Admission:
     def try_enter(self, client: str, tokens: int = 0) -> bool:
         """Admit a request of ``client`` if it may run now. Return False if it must wait.
 
-        The request does not overtake requests in the queue: if requests are queued although the total limit is not
-        reached, their clients have reached their own limits.
+        A request that may run now delays no queued request: while the total limit is not reached, the queue contains
+        only requests of clients that have reached their own limits.
 
         Args:
             client: name of the client.

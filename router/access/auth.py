@@ -124,7 +124,7 @@ class Auth:
             self.check_admin(headers)
 
     def find_scope(self, headers: Headers) -> str:
-        """Return the tag of the requests that the sender may list or abort: its own requests.
+        """Return the tag of the sender (see ``tags``), which may list or abort only its own requests.
 
         Return ``""``, which means all requests, for the admin, and if no API keys are configured.
 
@@ -243,7 +243,7 @@ def _find_bearer_token(headers: Headers) -> bytes | None:
 
 
 def _tag_client(name: str) -> str:
-    """Return the tag of a client. All processes and routers compute the same tag for the same name."""
+    """Return the tag of a client: the digest of its name that ends its request ids at engines."""
     return "-k" + hashlib.blake2b(name.encode(), person=b"request_id", digest_size=6).hexdigest()
 
 

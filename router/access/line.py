@@ -88,9 +88,9 @@ class WaitingLine(Generic[T]):
     def find_last(self, priority: int, client: str) -> Place[T] | None:
         """Return the queued request that a new request of ``client`` may replace; None if there is none.
 
-        This is a request of the lowest queued priority: the last request of the client with the most requests of that
-        priority. The new request may replace it if it has a higher priority; or if it has the same priority, and
-        ``client`` has at least two requests fewer than the other client.
+        Only one queued request can be replaced: in the lowest queued priority, the last request of the client with the
+        most requests. The new request may replace it if ``priority`` is higher; or if ``priority`` is equal, and
+        ``client`` has at least two queued requests fewer in this priority than the other client.
         """
         lowest = min(self._levels, default=priority)
         if lowest > priority or lowest not in self._levels:
