@@ -54,7 +54,7 @@ def parse_port(text: str) -> int:
 
 
 def parse_url(text: str) -> str:
-    """Convert a flag's value, ``HOST:PORT`` or a URL, to a URL, as the parameter ``type`` of ``add_argument``."""
+    """Convert a flag's value, ``HOST:PORT`` or a URL, to a URL. ``add_argument`` takes this function as ``type``."""
     try:
         return parse_address(text).url
     except ValueError as exc:

@@ -247,8 +247,10 @@ def _read_document(path: Path, flag: str) -> Any:
 
 
 def _check_single(path: Path, name: str, value: Any) -> str:
-    """Return ``name``, which is not a setting. If its value is a map, refuse it: it may contain a setting that protects
-    the router.
+    """Return ``name``, which is not a setting.
+
+    Raises:
+        SettingsError: the value is a map. It may contain a setting that protects the router, such as API keys.
     """
     if isinstance(value, dict):
         raise SettingsError(
