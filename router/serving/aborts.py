@@ -66,11 +66,11 @@ class AbortScope:
         return not self.tag or self.tag == tag
 
     def matching_ids(self, ids: EngineIds, tag: str) -> Collection[str]:
-        """Return those ids of the abort that select the request with the ids ``ids``.
+        """Return those ids of the abort that select a request.
 
         Args:
             ids: the ids by which the client knows the request.
-            tag: tag of the client.
+            tag: suffix of the request's ids at engines; ``""`` if there is none.
         """
         own = ids.request_id
         if not own or (own not in self._cores and own + tag not in self._cores):
@@ -106,7 +106,7 @@ class AbortScope:
     def _add_tag(self, asked: str) -> list[str]:
         """Return the forms that an id may have at engines.
 
-        There are two if the id ends with a number, which may be that of a sequence, or a part of the client's own id.
+        There are two if the id ends with a number: it may be the index of a sequence, or a part of the client's own id.
         """
         if self.tag in asked:
             return [asked]
@@ -115,11 +115,14 @@ class AbortScope:
 
 
 class AbortOutcome(NamedTuple):
-    """The responses of the instances to an abort: their entries unchanged, and one sentence per failed instance."""
+    """The responses of the instances to an abort."""
 
     aborted: list[Any]
+    """The aborted requests, as the instances report them."""
     not_found: list[Any]
+    """The ids of requests that the instances do not know, as they report them."""
     errors: list[str]
+    """One sentence for each instance at which the abort failed."""
 
 
 class Aborter:

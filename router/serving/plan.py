@@ -124,7 +124,7 @@ def plan_requests(pairs: Pairs, selection: Selection, parsed: ParsedRequest, req
 
     Raises:
         RequestEnded: decode cannot serve the request alone, either.
-        NotReady: a fact about the pair must be learned first.
+        NotReady: the router must first query the id of prefill's engine.
     """
     if parsed.body is None:
         return UpstreamPlan(selection, None, _NOTHING, None, None)
@@ -318,7 +318,11 @@ class LegMaker:
         return head._replace(start=head.start + lines)
 
     def _cut_members(self, plan: LegPlan) -> dict[str, bytes]:
-        """Return the members of both legs, without those that ``plan`` sets or drops differently for prefill."""
+        """Return the members for both legs, without those that prefill does not get.
+
+        These are the members that ``plan`` sets or drops for prefill, and options of a stream. ``kv_transfer_params``
+        are returned anyway, because ``_encode_body`` merges them.
+        """
         undone = {*plan.members, *plan.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}
 

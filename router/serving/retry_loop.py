@@ -140,7 +140,7 @@ class RetryLoop:
         """Select instances, and send an attempt: the first attempt, or the attempt for the next segment.
 
         Raises:
-            NotReady: a fact about the pair must be learned first. ``send_after`` does that.
+            NotReady: the router must first query the id of prefill's engine. ``send_after`` does that.
             RequestEnded: no instance can serve the request.
         """
         try:
@@ -155,7 +155,7 @@ class RetryLoop:
         """Send the next attempt, after the last attempt has failed or a pair was not ready.
 
         Args:
-            cause: the failure of the last attempt, or the pair's fact that the router must learn first.
+            cause: the failure of the last attempt; or ``NotReady``, with the query that must be sent first.
             parsed: the client's request.
             owner: gets the events of the attempt.
 
@@ -181,7 +181,7 @@ class RetryLoop:
                     return failure
             try:
                 self._make_attempt(parsed, selection).send(owner)
-            except NotReady as unready:  # also if another request has failed and discarded the facts about the pair
+            except NotReady as unready:  # also if another request has failed and discarded what was known about prefill
                 cause = unready.with_traceback(None)
             else:
                 return None
@@ -314,7 +314,7 @@ class RetryLoop:
         return classify(self._request.method, self._request.path)
 
     async def _learn(self, unready: NotReady, selection: Selection) -> LegFailed | None:
-        """Query prefill for the facts that the pair needs. Return the failure if prefill does not report them."""
+        """Query the id of prefill's engine, which the pair needs. Return the failure if this fails; else None."""
         assert selection.prefill is not None
         self._timeline.selection = selection
         try:
@@ -329,7 +329,7 @@ class RetryLoop:
         """Create the attempt at the selected instances. Nothing is sent yet.
 
         Raises:
-            NotReady: a fact about the pair must be learned first.
+            NotReady: the router must first query the id of prefill's engine.
             RequestEnded: the instances cannot serve the request, or it was aborted.
         """
         if self.is_aborted:

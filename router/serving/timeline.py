@@ -90,8 +90,8 @@ class RequestTimeline:
 
         Args:
             attempt: the attempt; None if the request failed before its first attempt.
-            how: the result, as in ``AttemptRecord.ended``.
-            trouble: as in ``AttemptRecord.trouble``.
+            how: ``answered``, ``preempted``, or in one sentence why the attempt failed.
+            trouble: type of the failure; ``""`` if the attempt did not fail.
         """
         decisions = self.selection.decisions if self.selection else ()
         ended_at = time.perf_counter()

@@ -19,7 +19,7 @@ __all__ = [
 # Maximum number of tokens that a prefill instance generates, even with speculative decoding.
 MAX_PREFILL_TOKENS = 8
 MIN_HANDED_OVER_TOKENS = 256
-"""A prompt with this number of tokens has at least one whole block, whatever the block size is."""
+"""A prompt with this number of tokens has at least one whole block, with the usual block sizes."""
 
 NO_MEMBERS: Mapping[str, bytes] = {}
 # Members that only the router may set. With its own values, a client could make an instance exchange KV with any host.
@@ -49,7 +49,10 @@ class NotAsPair(Exception):
 
 
 class NotReady(Exception):
-    """A pair cannot be used before a fact about it is known. ``learn`` queries the fact or raises ``UpstreamError``."""
+    """A pair cannot be used before the router knows the id of prefill's engine (only with vLLM's MooncakeConnector).
+
+    ``learn`` queries the id at prefill's bootstrap server, or raises ``UpstreamError``.
+    """
 
     def __init__(self, learn: Callable[[ConnectionPool], Awaitable[None]]) -> None:
         super().__init__("a pair is not ready")
@@ -79,7 +82,7 @@ class Pair(ABC):
 
         Raises:
             NotAsPair: this pair cannot serve the request.
-            NotReady: a fact about the pair must be learned first.
+            NotReady: the router must first query the id of prefill's engine.
         """
 
     def plan_decode(self, answer: bytes) -> Mapping[str, bytes]:

@@ -1,7 +1,7 @@
 """Any engine whose instances share a pool: prefill generates one token, then decode finds the blocks in the pool.
 
-The requests have no further parameters. Our own connector for vLLM works in the same way, with one additional parameter
-(``vllm.py``).
+Neither request says where the blocks are. Our own connector for vLLM works in the same way, with one additional
+parameter (``vllm.py``).
 """
 
 from __future__ import annotations

@@ -59,5 +59,5 @@ def plan_sglang(parsed: ParsedRequest, request_id: str) -> LegPlan:
 
 
 def name_sglang_sequences(parsed: ParsedRequest, request_id: str) -> EngineIds | None:
-    """Return the values of ``rid``, for an abort; None if the API has no ``rid``: SGLang must notice a disconnect."""
+    """Return the values of ``rid``, for an abort; None if the API has no ``rid``, so that no abort can be sent."""
     return EngineIds("", request_id, parsed.num_prompts) if parsed.api.takes_rid else None

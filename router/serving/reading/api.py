@@ -16,7 +16,7 @@ class Api(NamedTuple):
     token_limits: tuple[str, ...]
     """Members that limit the number of generated tokens. The first is always set, the others if a client sends them."""
     may_end_early: bool = False
-    """Whether the API lacks ``ignore_eos``, which makes an engine continue after an end-of-text token."""
+    """Whether an end-of-text token always ends the response, because the API has no ``ignore_eos``."""
     takes_rid: bool = False
     """Whether SGLang accepts a request's id (``rid``) at this endpoint."""
     is_chat: bool = False

@@ -186,7 +186,7 @@ class StreamMerger:
         self._expected = ids
 
     def feed_usual(self, event: bytes) -> bytes | None:
-        """Process one event like ``feed``, if it matches the template.
+        """Process one event like ``feed``, if it matches the stream's ``EventTemplate``.
 
         Return None if ``event`` does not match, or contains several events.
         """
@@ -290,7 +290,7 @@ class StreamMerger:
         return b"".join(map(encode_event, chunks)) + DONE
 
     def _keep_events(self, events: bytes, has_ids: bool) -> None:
-        """Store events for ``_fold_events``. Of the prompt's ids, only the number is stored."""
+        """Store events for ``_fold_events``, without the ids of the prompt, which ``_note_prompt`` counts or stores."""
         if has_ids and self._prompt_tokens is None and (found := PROMPT_IDS.search(events)):
             self._note_prompt(found.group(1))
             events = PROMPT_IDS.sub(b'"prompt_token_ids":null', events)
@@ -306,7 +306,7 @@ class StreamMerger:
             self._fold_events()
 
     def _fold_events(self) -> None:
-        """Parse the stored events. After that, only their ids are stored."""
+        """Parse the stored events. After that, only their ids are stored, and the text if ``keeps_prompt``."""
         for event in split_events(b"".join(self._kept)):
             if self._not_resumable:
                 break  # the stream cannot be resumed, whatever the other events contain
