@@ -223,7 +223,7 @@ def parse_folder(value: object) -> Path:
 
 
 def default_folder() -> Path:
-    """Return the default folder of a pool, ``kvstore-<user id>``: in ``SHARED_MEMORY`` if writable, else in ``/tmp``."""
+    """Return the default folder of a pool, ``kvstore-<user id>``: in ``SHARED_MEMORY`` if writable, else ``/tmp``."""
     shared = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     return shared / f"kvstore-{os.getuid()}"
 
