@@ -18,7 +18,7 @@ MAX_HEADERS = 1000
 LONGEST_URL = 0xFFFF
 """Limit of httptools for the path and query of a URL. httptools reports a longer URL as invalid HTTP."""
 READ_SECONDS = 60.0
-"""Maximum time before the first part of a request, and between two parts; the same as in nginx."""
+"""Maximum time to wait for the first or the next bytes of a request; the same as in nginx."""
 
 HeadRefusal = tuple[int, str, str]
 """Error response for a refused request head: HTTP status, message and error code."""

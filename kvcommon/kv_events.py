@@ -47,8 +47,8 @@ class BlockStored(msgspec.Struct):
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    """Hash of the block before the first one. None if the prompt begins with the first one, or if the publisher does
-    not know the hash."""
+    """Hash of the block before the event's first block. None if the event's first block is the first of the prompt, or
+    if the publisher does not know the hash."""
     token_ids: list[int] | msgspec.Raw
     """Tokens of all blocks of the event; empty if the publisher does not know them. ``decode_batch`` does not decode
     them; ``decode_member`` does."""

@@ -18,8 +18,8 @@ __all__ = ["IncomingBlocks", "digest_values"]
 class IncomingBlocks:
     """The blocks of this instance that a prefill instance writes in one hand-over.
 
-    The prefill instance writes to windows, which ``memory`` opens: KV memory itself or, with a GPU, buffers in host
-    memory from which the blocks are copied to KV memory. Any thread may call the methods.
+    The prefill instance writes to windows (pieces of memory), which ``memory`` opens: KV memory itself or, with a GPU,
+    buffers in host memory from which the blocks are copied to KV memory. Any thread may call the methods.
     """
 
     def __init__(self, memory: TransferMemory, blocks: Sequence[int]) -> None:

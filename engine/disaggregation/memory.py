@@ -176,7 +176,7 @@ class BlockMemory:
         return True
 
     def write_blocks(self, blocks: Sequence[int], first: int, target: Target) -> Future[list[str] | None]:
-        """Start to write blocks of a prompt to a decode instance, without those that it has already.
+        """Start to write blocks of a prompt to a decode instance, except blocks that the decode instance already has.
 
         The write runs on another thread. The caller's reference on each block is released when the write has ended.
 
@@ -208,7 +208,7 @@ class BlockMemory:
     def _write_parts(
         self, blocks: Sequence[int], session: str, addresses: Sequence[int], after: Event | None
     ) -> list[str] | None:
-        """Write blocks through one window after the other; return their digests, or None if a write failed."""
+        """Write blocks in parts, after the device event ``after``. Return their digests, or None if a write failed."""
         digests: list[str] = []
         while len(digests) < len(blocks):
             begin = len(digests)

@@ -41,8 +41,8 @@ class Prompt:
         hashes: the block hashes of the full blocks.
         digest: a digest of all tokens and of the ``cache_salt``. If it is equal in both instances, the prompts are
             equal. But ``num_tokens`` and ``hashes`` from another instance may still be wrong.
-        sampling: how the first token of the answer is sampled. Requests with one id may have the same prompt and differ
-            in this; then the KV is for both, but the token is not.
+        sampling: how the first token of the answer is sampled. If the request at the decode instance has the same
+            prompt but samples in another way, it uses the KV but not the token.
     """
 
     num_tokens: int
@@ -81,7 +81,7 @@ class Prompt:
 def _describe_sampling(params: SamplingParams) -> str:
     """Return a text that is equal for two requests if both sample the first token, with its logprobs, in the same way.
 
-    It has no limits and no stop conditions, except the tokens that ``min_tokens`` excludes.
+    The text leaves out limits and stop conditions, but has the tokens that ``min_tokens`` excludes.
     """
     excluded = sorted(params.stop_token_ids) if params.min_tokens else None
     rest = replace(params, max_tokens=1, min_tokens=0, stop=(), stop_token_ids=frozenset(), ignore_eos=False)

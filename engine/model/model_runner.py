@@ -195,8 +195,8 @@ class ModelRunner:
     def update_weights(self, version: str = "") -> None:
         """Load the weights that are now in the checkpoint's folder. Then set ``namespace`` and ``family`` for them.
 
-        ``namespace`` is that of this instance's blocks; ``family`` describes the shardings whose blocks this instance
-        can read. Do not call this method while ``run`` is running.
+        ``namespace`` is the namespace of this instance's blocks; ``family`` describes the shardings whose blocks this
+        instance can read. Do not call this method while ``run`` is running.
 
         Args:
             version: version of the new weights; "": the version in ``version.yaml``.
@@ -330,9 +330,10 @@ class ModelRunner:
     def span(self, block: int) -> Span:
         """Return address and size of a block in memory.
 
+        The size is the size of the part that the layers of the block's group use.
+
         Args:
-            block: ``group * len(kv) + b`` for block ``b`` of a group of layers. The size is the part that the layers of
-                this group use.
+            block: ``group * len(kv) + b`` for block ``b`` of the group of layers with index ``group``.
         """
         number, own = divmod(block, len(self.kv))
         return Span(self.kv.data_ptr() + own * self.shape.nbytes, self._used_bytes[number])

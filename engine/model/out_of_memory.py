@@ -12,9 +12,9 @@ from kvstore_backend import ConfigError
 __all__ = ["LEAVE_ROOM", "LEAVE_ROOM_BESIDE", "explain_out_of_memory", "is_out_of_memory"]
 
 LEAVE_ROOM = "lower --max-num-batched-tokens, --max-num-seqs or --max-model-len"
-"""Advice for messages: how a step takes less memory."""
+"""Advice for messages: how to make a step use less memory."""
 LEAVE_ROOM_BESIDE = "lower --num-gpu-blocks-override or --gpu-memory-utilization"
-"""Advice for messages: how KV blocks take less memory."""
+"""Advice for messages: how to make KV blocks use less memory."""
 
 
 @contextlib.contextmanager

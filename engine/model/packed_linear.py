@@ -6,8 +6,8 @@ Here the weights are rearranged once, when the model is loaded. Measured with 8 
 two cores of an AMD EPYC: 3.5 ms instead of 5.9 for 1 row, 7.5 ms instead of 18 for 16 rows, 490 ms instead of 670 for
 2,000 rows.
 
-oneDNN compiles code for each number of rows, and caches the code for 1,024 numbers, 0.6 MiB each. With the many
-different numbers of a prefill instance, this took 300 MiB. So inputs are padded to one of a few numbers of rows.
+oneDNN compiles code for each number of rows, and caches the code for 1,024 numbers, 0.6 MiB each. A prefill
+instance has many different numbers of rows, so this took 300 MiB. So inputs are padded to one of a few numbers of rows.
 """
 
 from __future__ import annotations

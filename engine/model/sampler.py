@@ -25,7 +25,7 @@ Choice: TypeAlias = tuple[int, TokenLogprobs | None] | None
 """The sampled token, with its log probabilities if they were requested. None: no token could be sampled."""
 
 CANDIDATES = 1024
-"""Number of most likely tokens from which a token is drawn first, without the rest of the vocabulary."""
+"""Number of most likely tokens from which the first try draws a token; the second try uses the whole vocabulary."""
 
 
 def sample(
@@ -155,10 +155,10 @@ def _exclude_ends(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_tok
 
 
 def _list_candidates(sequences: SequenceOf[Sequence], vocab_size: int) -> list[int]:
-    """Return for each try to draw tokens how many of the most likely tokens take part, the first try first.
+    """Return for each try to draw tokens, in order, from how many of the most likely tokens it draws.
 
     To sort the whole vocabulary takes many times as long as to find its best ``CANDIDATES`` tokens, and almost every
-    drawn token is one of these. A token is drawn from the whole vocabulary only if the first draw is not certain.
+    drawn token is one of these. A second try draws from the whole vocabulary, only if this might give another token.
     """
     most = max((sequence.request.params.top_k for sequence in sequences if _is_drawn(sequence)), default=0)
     return [vocab_size] if max(most, CANDIDATES) >= vocab_size or most > CANDIDATES else [CANDIDATES, vocab_size]
@@ -271,8 +271,8 @@ def _find_logprobs(
 ) -> list[torch.Tensor]:
     """Return the log probabilities that clients requested, as three flat tensors of float64.
 
-    The tensors are, for the rows in ``asked``: the log probabilities of the chosen ``tokens``, the most likely tokens,
-    and the log probabilities of the most likely tokens.
+    For the rows in ``asked``, the tensors have: the log probabilities of the chosen ``tokens``; the ids of the most
+    likely tokens; and the log probabilities of the most likely tokens.
     """
     [rows] = send_numbers([asked], tokens.device)
     count = _count_logprobs([sequences[row] for row in asked], log_probabilities.shape[1])

@@ -2,8 +2,8 @@
 
 The state of a layer after ``n`` tokens consists of the convolution's inputs for the last of these tokens. A chunk reads
 the state from the block of the token before the chunk. It writes the state after each block that it fills, and the
-state after its last token, into the block of that token. So there is a state at each block boundary, and each block
-boundary is a resume point.
+state after its last token, into the block of that token. So there is a state at each block boundary, and another
+request can continue a cached prompt from each block boundary.
 """
 
 from __future__ import annotations

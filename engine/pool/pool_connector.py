@@ -1,7 +1,8 @@
 """Loads blocks of sequences from the pool before they run, and saves their blocks to the pool.
 
 The threads of ``kvstore_backend.transfers`` move the bytes, not the engine's thread. A transfer has a reference on each
-of its blocks until no late call can touch the block. During this time no other sequence can use the block. If KV memory
+of its blocks until no late call (one that missed its deadline and still runs) can touch the block. During this time no
+other sequence can use the block. If KV memory
 is too small for that, blocks are staged: they pass through buffers, and a transfer releases its blocks when it ends.
 
 If the model has several groups of layers, a load reads the blocks that all groups need at the longest resume point. If
@@ -317,7 +318,7 @@ class PoolConnector:
         sequence.num_saved = last
 
     def _list_not_withheld(self, sequence: Sequence, first: int, last: int) -> Iterator[range]:
-        """Yield the ranges of places from ``first`` to ``last - 1`` in which no block is withheld."""
+        """Yield the ranges of places from ``first`` to ``last - 1`` that may be saved: no block in them is withheld."""
         is_withheld = self._scheduler.blocks.is_withheld
 
         def any_withheld(place: int) -> bool:

@@ -87,7 +87,7 @@ class SavedBlocks:
         return self._ask_later(start_save)
 
     def end_round(self, hashes: SequenceOf[bytes]) -> None:
-        """Restore the order in which the blocks of ``hashes`` are reused, because a save has changed it."""
+        """Restore the order in which the blocks of ``hashes`` are evicted, because a save has changed this order."""
         self._ask(lambda: self._blocks.use_in_order(hashes))
 
     def withhold_blocks(self) -> None:
@@ -152,9 +152,9 @@ class PinnedBlocks:
         self._due_at: OrderedDict[bytes, float] = OrderedDict()
 
     def split_blocks(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, float]]:
-        """Divide the blocks at places ``first`` to ``last - 1`` into runs that must be pinned for the same time.
+        """Divide the blocks at places ``first`` to ``last - 1`` into ranges that must be pinned for the same time.
 
-        The blocks of a run with a time above 0 are recorded as pinned.
+        The blocks of a range with a time above 0 are recorded as pinned.
 
         Yields:
             The first place, the place after the last one, and the time in seconds. The time is 0 if the request has no

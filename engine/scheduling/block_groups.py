@@ -2,8 +2,8 @@
 
 Each group has its own blocks. A block of a group has the KV of the group's layers for ``block_size`` tokens. All groups
 take their blocks from one ``BlockManager``. A sequence has one ``BlockTable`` for each group. The *place* of a block is
-its index in the sequence, for example 2 for the third block. ``kvstore_backend/groups.py`` explains which blocks a
-group needs at a resume point.
+its index in the sequence, for example 2 for the third block. To resume is to continue a prompt
+after cached blocks; ``kvstore_backend/groups.py`` explains which of these blocks a group needs for that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BlockGroups:
         return hashlib.sha256(_TAG + block_hash + self._tags[number]).digest()
 
     def name_blocks(self, number: int, hashes: Sequence[bytes], places: range) -> Sequence[bytes]:
-        """Return the names of the blocks of group ``number`` at ``places``; ``hashes``: for all places."""
+        """Return the names of the blocks of group ``number`` at ``places``. ``hashes`` has the hash of each place."""
         chosen = hashes[places.start : places.stop]
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 

@@ -151,8 +151,8 @@ class BlockManager:
         """Release one reference of each block.
 
         Args:
-            blocks: blocks in the order of their sequence. Of these, the last one is reused first, because later blocks
-                of a prefix cannot be used without the earlier ones.
+            blocks: blocks in the order of their sequence. The last block is evicted first, because later blocks of a
+                prefix cannot be used without the earlier ones.
         """
         for block in reversed(blocks):
             if self._references[block] <= 0:

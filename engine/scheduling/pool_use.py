@@ -9,14 +9,14 @@ __all__ = ["NOT_ASKED", "NO_POOL", "PoolUse", "Reason", "explain_no_load"]
 
 
 class Reason(enum.Enum):
-    """Reason why no token of a prompt came from the pool. The values are labels of a metric."""
+    """Whether tokens of a prompt came from the pool, and if none, why. The values are labels of a metric."""
 
     HIT = "hit"
     """Some tokens came from the pool."""
     SHORT = "short"
     """The prompt has no full block before its last token."""
     OWN_CACHE = "own_cache"
-    """The own cache had all blocks."""
+    """The instance's own cache had all blocks."""
     ABSENT = "absent"
     """The pool did not have the blocks."""
     SLOW = "slow"

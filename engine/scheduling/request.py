@@ -189,9 +189,9 @@ class Sequence:
     num_saved: int = 0
     """Number of leading blocks for which a save to the pool was started or dropped."""
     gathered: frozenset[int] = frozenset()
-    """Places of blocks that were loaded from another sharding, so that the pool has their KV already."""
+    """Places of blocks that were built from blocks of another sharding in the pool; they are not saved again."""
     num_exported: int = 0
-    """Number of leading blocks of the prompt that were passed to the listener."""
+    """Number of leading blocks of the prompt that were passed to ``Listener.on_computed``."""
     regime: Regime = Regime.DENSE
     blocks_read: int = 0
     """Number of blocks that sparse attention has read, summed over steps and layers."""
@@ -211,7 +211,7 @@ class Sequence:
     num_preemptions: int = 0
     """How often the sequence had to release its blocks and start again."""
     arrival: float = field(default_factory=lambda: time.monotonic())
-    """Time of ``time.monotonic``, as in all fields below."""
+    """Time of ``time.monotonic`` at which the sequence was created. The times below are of this clock, too."""
     started_at: float | None = None
     """When the sequence first got a place in the batch; None: it got none yet."""
     first_token_at: float | None = None
@@ -233,7 +233,7 @@ class Sequence:
 
     @property
     def block_table(self) -> list[int]:
-        """The blocks of the first group of layers."""
+        """The blocks of the sequence in the first group of layers."""
         return self.tables[0].blocks
 
     @block_table.setter

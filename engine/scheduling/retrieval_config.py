@@ -43,7 +43,7 @@ class BlockPartition:
         num_blocks: number of all blocks; the newest may be partly filled.
         num_initial: number of initial blocks.
         window_start: place of the first block of the window.
-        num_recalled: number of blocks that each head reads of those between the initial blocks and the window.
+        num_recalled: number of blocks between the initial blocks and the window that each KV head reads.
     """
 
     num_blocks: int

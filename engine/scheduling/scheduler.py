@@ -64,7 +64,7 @@ class Reservation:
     reservation (``cancel_reservation``) when the other instance does not write to the blocks any more.
 
     Attributes:
-        blocks: the blocks for ``BlockGroups.list_held_blocks``, in that order.
+        blocks: the reserved blocks of all groups, in the order of ``BlockGroups.list_held_blocks``.
         num_cached: number of leading ``blocks`` that come from the prefix cache and have KV already. The other instance
             writes the remaining blocks.
         num_full_cached: number of leading full blocks of the prompt that were found in the prefix cache.

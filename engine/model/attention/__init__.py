@@ -5,6 +5,6 @@ places.py       computes where the tokens of a step are in KV memory, for each g
 retrieval.py    sparse attention: reads the initial blocks, the window, and the best of the other blocks
 block_index.py  the index of sparse attention: finds the blocks that matter most to a query
 plan.py         tables of the blocks that sparse attention reads in one step
-pages.py        attention to chosen blocks, without a copy of them on a CPU
+pages.py        attention to chosen blocks; on a CPU they are not copied to one tensor
 working_set.py  copies of blocks from host memory on a GPU, for offloaded sequences
 """

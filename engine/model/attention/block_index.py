@@ -79,7 +79,8 @@ class Search:
 
     Args:
         rows: the row of each sequence in the index.
-        outside: for each sequence the range of blocks to search: the first block, and the block after the last one.
+        outside: for each sequence the range of blocks to search, outside of the blocks that are always read: the first
+            block, and the block after the last one.
         num_blocks: number of blocks to find for each sequence.
         device: the device of the index.
     """

@@ -70,15 +70,15 @@ class PagedBatch:
         input_ids: the tokens, ``[1, tokens]``.
         position_ids: the position of each token in its sequence, ``[1, tokens]``.
         write_offsets: the position of each token in its block, ``[tokens]``.
-        logit_rows: the position in the row of the last token of each chunk that samples. If no chunk samples, it has
-            one position, because the model computes the logits of at least one token.
+        logit_rows: for each chunk that samples, the position of its last token in ``token_ids``. If no chunk samples,
+            it has one position, because the model computes the logits of at least one token.
         tables: the places of the tokens for each group of attention layers, by the index of the group.
         states: the places of the states for each group of convolution layers, by the index of the group.
         places: for each layer, the index of its group and its place in a block.
         ignored_window: length of a sliding window that no sequence exceeds, so that its layers have full attention.
             0: there is no such window.
         layers: the layers that were computed so far.
-        scores_changed: whether one of these layers has soft-capping or sinks.
+        scores_changed: whether one of the layers in ``layers`` has soft-capping or sinks.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ def _find_logit_rows(chunks: Sequence[ChunkShape]) -> list[int]:
 
 
 def _list_sparse(chunks: Sequence[ChunkShape]) -> list[tuple[int, SparseState]]:
-    """Return the position in the row and the state of each chunk with sparse attention."""
+    """Return position among the step's tokens and state of each chunk with sparse attention, which has one token."""
     starts = accumulate((chunk.num_tokens for chunk in chunks), initial=0)
     return [
         (row, chunk.sparse_state) for row, chunk in zip(starts, chunks, strict=False) if chunk.sparse_state is not None
@@ -345,7 +345,7 @@ def _attend_with_scores(
 def register_attention() -> None:
     """Register ``paged_attention`` with transformers, as ``attn_implementation=ATTENTION_NAME``.
 
-    The name is not registered for masks, so transformers creates no masks. To create one it would wait for the device
-    in each step, in order to see that the row has tokens of several sequences.
+    The name is not registered for masks, so transformers creates no masks. Before it creates one, it checks whether
+    the tokens belong to several sequences, and would wait for the device in each step.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

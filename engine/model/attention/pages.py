@@ -1,7 +1,7 @@
 """Attention of one token per sequence to chosen blocks, which may be different blocks for each KV head.
 
 A page is the part of a block for one layer, K or V, and one KV head. In memory ``[block, layer, 2, kv_head, token,
-head_dim]`` it is contiguous. Page 0 is that of block 0, layer 0, K, KV head 0.
+head_dim]`` it is contiguous. Page 0 is the K of block 0, layer 0 and KV head 0.
 
 On a CPU the pages are divided into pieces that fit in the cache of a core. Each thread copies a piece into its buffer
 and computes attention to it, so each page is read from memory only once. The outputs of the pieces are then combined,

@@ -123,7 +123,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decodes:
-    """A group of N chunks of one token each, in one group of attention layers. All are padded to the longest chunk."""
+    """N chunks of one token each, in one group of attention layers. Their contexts are padded to the longest one."""
 
     rows: torch.Tensor | None  # [N], positions of the chunks' tokens in the step, or None for all positions, in order
     pages: torch.Tensor  # pages of the contexts, [2 * N * kv_heads * n], see TablePlan.find_pages
@@ -144,7 +144,10 @@ class Tables:
 
 @dataclass(frozen=True)
 class StateRun:
-    """A chunk in one group of convolution layers. It has several tokens, or begins its sequence."""
+    """A chunk in one group of convolution layers that has several tokens, or begins its sequence.
+
+    All other chunks of a step are computed together (``States.rows``).
+    """
 
     start: int  # position of the chunk's first token in the step's row of tokens
     stop: int  # position after the chunk's last token
@@ -244,8 +247,8 @@ class TablePlan:
     def find_pages(self, tables: torch.Tensor) -> torch.Tensor:
         """Return the page indices of K and V in layer 0 for the blocks ``tables``: ``[2, N, kv_head, n]``, flattened.
 
-        A page is the part of a block for one layer, K or V, and one KV head. Page 0 of KV memory is that of block 0,
-        layer 0, K, KV head 0.
+        A page is the part of a block for one layer, K or V, and one KV head. Page 0 of KV memory is the K of block 0,
+        layer 0 and KV head 0.
 
         Args:
             tables: blocks, ``[N, n]``, or ``[n]`` for N = 1.
@@ -256,9 +259,9 @@ class TablePlan:
         return (first + kinds * self._kv_heads + heads).flatten()
 
     def _group_by_length(self, rows: list[_Row]) -> list[list[_Row]]:
-        """Divide rows into groups that are padded and gathered together, within the limits of the form of attention.
+        """Divide decodes into groups that are padded and gathered together, within the limits of ``AttentionForm``.
 
-        In each group the rows are in the order of the step.
+        In each group the decodes are in the order of the step.
         """
         groups: list[list[_Row]] = []
         narrowest = 0
@@ -274,11 +277,11 @@ class TablePlan:
         return [sorted(group, key=lambda row: row.row) for group in groups]
 
     def _pad_tables(self, rows: list[_Row]) -> list[Sequence[int]]:
-        """Return the numbers of a group of rows that the device needs, as four lists.
+        """Return the numbers that the device needs for a group of decodes, as four lists.
 
         Returns:
-            ``row`` of each row; ``high`` of each row; ``low`` of each row, or nothing if the layers have no window; and
-            the block tables of all rows, padded to the same length and joined to one list.
+            The fields ``row``, ``high`` and ``low`` of all decodes (no ``low`` if the layers have no window), and their
+            block tables, padded to the same length and joined to one list.
         """
         width = max(len(row.table) for row in rows)
         # The mask hides the padding of a table, but a masked NaN is still NaN. So the padding is the first block of the
@@ -324,7 +327,7 @@ class StatePlan:
     Args:
         number: the index of the group.
         block_size: number of tokens in a block.
-        length: a state has the inputs of this number of tokens.
+        length: number of tokens whose inputs a state contains.
         chunks: the chunks of the step.
 
     Attributes:

@@ -47,7 +47,7 @@ class SparseState:
         self._max_context = sequence.num_prompt_tokens + sequence.request.params.max_tokens
         self._sets: list[WorkingSet] = []
         self.window_starts: dict[bool, int] = {}
-        """First block of the window in the last step: at True for layers that read all blocks, at False for others."""
+        """First block of the window in the last step, by whether a layer reads all blocks (True) or not (False)."""
         self.host: torch.Tensor | None = None
         """Full blocks in host memory, ``[index, layer, 2, kv_head, token, head_dim]``; None without offload."""
         if sequence.regime is Regime.OFFLOADED:
@@ -146,7 +146,7 @@ class _Step:
         self.here = send_tensor(torch.tensor(here, dtype=torch.long), kv.device)
 
     def is_of(self, states: Sequence[SparseState]) -> bool:
-        """Return whether this object was made for these sequences with their current numbers of tokens."""
+        """Return whether this object is for ``states``, each with the number of tokens that it has now."""
         return self.states == list(states) and self._contexts == [state.context_length for state in states]
 
 
@@ -154,7 +154,7 @@ class Retrieval:
     """Computes sparse attention for all sequences that use it.
 
     Args:
-        config: the settings; ``block_size`` is that of the KV memory.
+        config: the settings. ``block_size`` must be the block size of the KV memory.
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
         max_num_seqs: maximum number of concurrent sequences.
         max_model_len: maximum number of tokens of a sequence.
