@@ -157,11 +157,13 @@ def kv_bytes_per_token(model: Path) -> int:
 
 
 def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
-    """Report whether an HCCL-based pool can link ``cards`` cards, and the memory factor that these links require.
+    """Report whether a pool can link this number of cards, and to which memory factor the engine must be set for that.
+
+    Each card has a link of HCCL (Huawei's communication library) to each other card, and the links take card memory.
 
     Args:
         cards: number of cards or dies in the pool.
-        memory_factor: share of a card's memory that the engine uses now.
+        memory_factor: share of a card's memory that the engine is set to use now.
     """
     subject = "HCCL links"
     if cards < 1:

@@ -112,7 +112,7 @@ class _Meter:
             blocks: number of blocks in a batch.
             batches: number of batches that are measured.
             warm_up: number of batches before the measurement.
-            tell: shows the progress; None: show none.
+            tell: function that shows the progress; None: no progress is shown.
 
         Raises:
             ConfigError: the machine does not have enough memory for one batch.

@@ -380,7 +380,7 @@ def check_metadata_server(settings: MooncakeSettings) -> Iterator[Finding]:
 
 
 def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterator[Finding]:
-    """Check whether one of the etcd servers, or the Redis server, with the metadata can be reached."""
+    """Check whether the Redis server, or one of the etcd servers, that has the metadata can be reached."""
     for server in servers:
         host, _, port = server.rpartition(":")
         with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):

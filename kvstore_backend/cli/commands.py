@@ -132,7 +132,7 @@ def _describe_version() -> str:
 
 @contextlib.contextmanager
 def _silence_native_log(*, is_wanted: bool) -> Iterator[None]:
-    """Hide what Mooncake's library writes to standard error in the ``with`` block; show the messages of ``kvstore``.
+    """Hide what Mooncake's library writes to standard error during the ``with`` block, but not messages of ``kvstore``.
 
     The library logs errors even if nothing is wrong, for example for each metadata entry that does not exist. If
     ``is_wanted`` is True or ``MC_LOG_LEVEL`` is set, this function hides nothing.

@@ -148,7 +148,7 @@ def diagnose(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _size_links(cards: int, memory_factor: float, kv_bytes: int | None, cards_per_model: int = 1) -> Iterator[Finding]:
-    """Report the memory for the links between a pool's cards, and by how many tokens the context becomes shorter."""
+    """Report how much memory the links between a pool's cards take, and how many tokens of KV that costs."""
     findings = hccl_sizing(cards, memory_factor)
     yield from findings
     if all(finding.level != "fail" for finding in findings):
@@ -246,7 +246,8 @@ def _try_and_compare(
 ) -> Iterator[Finding]:
     """Try the pool of ``config``. If the trial succeeds and ``instance`` is given, compare loading with computing.
 
-    The loads for the comparison use the configuration ``measured``.
+    ``measured`` is the configuration for the measured loads. It may differ from ``config``: this process then gives no
+    memory to the pool, so that the loads come from other processes, as most hits do.
     """
     findings = try_pool(config)
     yield from findings

@@ -90,7 +90,8 @@ LINE_SECONDS = 5.0
 class Tell(Protocol):
     """Function that a command calls to report its progress.
 
-    The arguments of the function are the amount of work done, and a short name of the current step.
+    The arguments of the function are the amount of work done so far (of ``total``), and a short name of the current
+    step.
     """
 
     def __call__(self, done: float, now: str = "") -> None: ...

@@ -220,7 +220,7 @@ def _count_clients(admin: MasterAdmin, settings: MooncakeSettings, active: int) 
 
 
 def _figures_of_folder(settings: FileSettings) -> _PoolFigures:
-    """Read the measurements of a pool's folder from its files. Opening a store would create a missing folder."""
+    """Read the measurements of a pool's folder from its files. (Opening a store would create a missing folder.)"""
     blocks = FolderHoldings(settings).scan()
     names = Counter(map(_namespace_of, blocks))
     used = sum(block.nbytes for block in blocks.values())
@@ -357,7 +357,7 @@ def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
 
 
 def _format_growth(then: float, now: float, seconds: float) -> str:
-    """Return the growth per second from ``then`` to ``now``, as text with a sign."""
+    """Return by how much a number grew per second, from ``then`` to ``now`` in ``seconds``, as text with a sign."""
     growth = (now - then) / seconds if seconds > 0 else 0.0
     return f"{growth:+.4g}" if growth else "0"
 

@@ -23,7 +23,7 @@ from kvstore_backend.cli.certify.tampering import Tampering
 __all__ = ["Case", "NoAnswer", "Result", "Trial", "list_cases"]
 
 _MANY = 4
-"""Number of prompts to which a model gives at least two different answers."""
+"""Number of different prompts from which on the right answers must not all be equal; else no error would show."""
 _BEGIN = 0.25
 """Fraction of the prompts that are answered when a fault begins."""
 
@@ -98,10 +98,12 @@ class Trial:
     problems: list[str] = field(default_factory=list)
 
     def begin(self, case: str) -> None:
-        """Begin a case: drop the observations of the last case, and restart instances and parts that have ended.
+        """Begin a case: drop the observations of the last case, and restart programs that have ended.
+
+        The programs are the instances, and the parts of the pool.
 
         Raises:
-            StartFailed: an instance or a part did not start again.
+            StartFailed: a program did not start again.
         """
         self.result, self.problems = Result(case), []
         parts = [part for name, part in self.parts.items() if name != "joiner"]
@@ -111,13 +113,18 @@ class Trial:
                 program.start()
 
     def make_prompts(self, *, is_shared: bool = True) -> list[str]:
-        """Return new prompts; with ``is_shared``, some of them begin with the same words."""
+        """Return new prompts.
+
+        With ``is_shared``, some of them begin with the same words, if the recipe has a metric for hits in the pool.
+        """
         self.seed += 1
         is_shared &= bool(self.recipe.instance.hits)  # else hits in its own cache would count as hits in the pool
         return make_prompts(self.seed, self.num_prompts, self.recipe.prompt_words, is_shared=is_shared)
 
     def make_two_histories(self) -> tuple[list[str], list[str]]:
-        """Return prompts to save, and prompts with the same words at the same places, but after other words."""
+        """Return prompts to save, and prompts to load: these have the same words at the same positions, after other
+        words.
+        """
         self.seed += 1
         return make_two_histories(self.seed, self.recipe.prompt_words)
 
@@ -214,7 +221,9 @@ class Trial:
         return loader.count_hits(answers) > before
 
     def finish(self) -> Result:
-        """Return the result of the current case, with problems for each instance or part that has ended."""
+        """Return the result of the current case, with a problem for each instance or part of the pool that has
+        ended.
+        """
         result, problems = self.result, self.problems
         for instance in (self.first, self.second, self.plain):
             if instance.program.has_ended:
@@ -265,7 +274,10 @@ class _Fault:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Make the remaining calls of ``begin`` and ``end`` without further answers; wait until they have ended."""
+        """Let the thread make its remaining calls of ``begin`` and ``end`` now, and wait until it has ended.
+
+        It makes no call if too few answers have arrived to begin the fault.
+        """
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()
@@ -296,7 +308,7 @@ class Case:
     Attributes:
         name: name of the case, for ``--only`` and the results.
         run: sends the requests and causes the fault; it records problems in the trial.
-        lacks: returns the reason why a recipe cannot have this case, or an empty text if the recipe can.
+        lacks: returns what a recipe lacks for this case, as a sentence; empty if it lacks nothing.
         is_quick: whether ``--quick`` includes the case.
     """
 

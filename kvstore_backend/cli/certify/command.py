@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "run"]
 
 _NUM_PROMPTS, _NUM_QUICK_PROMPTS = 20, 12
 _NUM_SENT, _NUM_QUICK_SENT = 60, 12
-"""Number of prompts that the victim sends with ``--isolation``: without ``--quick``, and with ``--quick``."""
+"""Number of prompts that the first tenant sends with ``--isolation``: without ``--quick``, and with ``--quick``."""
 _MAX_PORTS = 16
 _PART_SECONDS = 120.0
 
@@ -158,7 +158,7 @@ def _run_cases(recipe: Recipe, cases: Sequence[Case], folder: Path, num_prompts:
 
 
 def _measure_isolation(recipe: Recipe, folder: Path, num_prompts: int) -> tuple[list[Isolation], str]:
-    """Measure without salts and with salts; return both results, and the version of the instances."""
+    """Measure the isolation of tenants without and with salts; return both results, and the instances' version."""
     if recipe.router is None:
         raise ConfigError('--isolation needs a recipe with a "router"')
     results = []
@@ -177,9 +177,9 @@ def _measure_isolation(recipe: Recipe, folder: Path, num_prompts: int) -> tuple[
 
 @contextlib.contextmanager
 def _start_parts(recipe: Recipe, folder: Path) -> Iterator[dict[str, Program]]:
-    """Write the recipe's files, run its ``prepare``, and start its parts for the ``with`` block, except ``joiner``.
+    """Write the recipe's files, run its ``prepare``, and start its parts (programs of the pool) for the ``with`` block.
 
-    Yields the parts by name.
+    The part ``joiner`` is not started, because a case starts it. Yields the parts by name.
 
     Raises:
         ConfigError: the pool is a folder that has files, which the cases would remove and damage.

@@ -115,7 +115,7 @@ class Instance:
             return list(threads.map(ask_one, prompts))
 
     def ask_and_leave(self, prompts: Sequence[str], seconds: Sequence[float]) -> None:
-        """Send prompt ``i``, and close its connection after ``seconds[i]`` seconds, for each prompt."""
+        """Send each prompt ``i``, and close its connection after ``seconds[i]`` seconds, as a client that gives up."""
 
         def ask_one(prompt: str, patience: float) -> None:
             body = {**self._request, "prompt": prompt, "temperature": 0}

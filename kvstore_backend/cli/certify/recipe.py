@@ -32,7 +32,7 @@ _NAME = re.compile(r"\$\{(\w+)\}")
 class PartSettings:
     """One program of the pool, such as Mooncake's master. The program is ready when it listens on ``port``.
 
-    If ``command`` is empty, the recipe does not have this part.
+    If ``command`` is empty, the recipe does not have this program.
     """
 
     command: Sequence[str]

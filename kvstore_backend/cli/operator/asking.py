@@ -50,7 +50,7 @@ class CacheState:
 
     @property
     def sentence(self) -> str:
-        """Sentence about the blocks that are left in the cache, for an operator who cleared the pool."""
+        """Sentence for an operator who has cleared the pool: which blocks are still in this instance's own cache."""
         if self.num_blocks is None:
             return f"the instance at {self.address} does not report its own cache; --caches clears the cache"
         if not self.num_blocks:

@@ -136,7 +136,7 @@ def _tell_rest(counts: dict[str, int]) -> str:
 
 
 class _Batch(NamedTuple):
-    """Blocks that one read brought from the pool, and how many blocks it did not bring, by reason.
+    """Result of one read from the pool: the blocks that were read, and the numbers of the other blocks, by reason.
 
     Attributes:
         keys: keys of the blocks that were read and passed the check.

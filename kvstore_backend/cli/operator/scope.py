@@ -76,7 +76,7 @@ class Scope:
 
 
 def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
-    """Declare the arguments that select blocks; ``verb`` names the command's action in their help."""
+    """Declare the arguments that select blocks; ``verb`` is the command's action, for their help texts."""
     add = parser.add_argument
     add(
         "--namespace",
@@ -135,9 +135,9 @@ def find_scope(arguments: argparse.Namespace, holdings: Holdings) -> list[Scope]
 
 
 def _find_digests(named: Sequence[str], holdings: Holdings, *, is_needed: bool) -> list[str]:
-    """Return the complete digests for ``named``, a list of digests or of their first digits, without duplicates.
+    """Return the complete digest for each of ``named`` (digests, or their first digits), without duplicates.
 
-    If ``named`` is empty and ``is_needed``, return the digest of the only namespace in the pool.
+    If ``named`` is empty and ``is_needed`` is True, the pool must have one namespace, and the result is its digest.
     """
     if all(_DIGEST.fullmatch(name) for name in named) and (named or not is_needed):
         return list(dict.fromkeys(named))
@@ -269,7 +269,7 @@ class NamespaceEntry:
     manifest: Manifest | None = None
 
     def measure(self, holdings: Holdings) -> int | None:
-        """Estimate the bytes of all blocks, with headers, from the first blocks; None if the pool lost those."""
+        """Estimate the bytes of all blocks, with headers, from the first blocks; None if the pool has lost these."""
         found = [size for size in holdings.find_sizes(self.keys[:_SAMPLE]) if size is not None]
         if not self.keys:
             return 0
