@@ -1,9 +1,9 @@
 """Scans a large body before it is parsed.
 
 While a body is parsed, the router does nothing else. The time for parsing depends mainly on the number of values, less
-on the number of bytes. So a large body is scanned in pieces before, and other work can run between the pieces. A body
-with too many values is refused. The middle of a very long text is removed before parsing, because the router does
-not need it. Instances still get the whole body.
+on the number of bytes. So the router first scans a large body in pieces, and does other work between the pieces. It
+refuses a body with too many values. It does not parse the middle of a very long text, which it does not need. Instances
+still get the whole body.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LargeBody:
 
     def __init__(self, data: bytes) -> None:
         self.numbers: dict[str, list[Any]] = {}
-        """Long arrays of token ids that were parsed in pieces, by member name. ``shorten`` leaves them empty."""
+        """Long arrays of token ids that were parsed in pieces, by member name. In the shortened body they are empty."""
         self.prompt_tokens = 0
         """Estimated number of prompt tokens, set by the caller of ``check_values``; 0 if there is no estimate."""
         self.hidden: bytes | None = None
