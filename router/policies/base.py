@@ -3,9 +3,9 @@
 A policy gets a prompt as a list of chunk hashes. A chunk is 128 tokens of the prompt, and its hash also covers all
 earlier chunks. So prompts with the same beginning have the same first hashes.
 
-The router has no tokenizer. It cuts the chunks from the text that a chat template would render, in the same order; or
-from the token ids, if the client sent token ids. A request contains the whole conversation, and the next turn appends
-messages to it. So the next turn has all chunks of the previous turn.
+The router has no tokenizer. It cuts the chunks from the members that a chat template would render, as JSON and in the
+template's order; or from the token ids, if the client sent token ids. A request contains the whole conversation, and
+the next turn appends messages to it. So the next turn has all chunks of the previous turn.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Outcome(NamedTuple):
 
 
 class PolicyOptions(NamedTuple):
-    """Settings of the policies. Most names and defaults are those of FastDeploy's Go router."""
+    """Settings of the policies; ``RouterSettings`` explains them. FastDeploy's Go router also has most of them."""
 
     eviction_duration_mins: float = 30.0
     balance_abs_threshold: float = 1.0

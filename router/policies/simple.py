@@ -71,19 +71,19 @@ class ProcessTokens(PolicyBase):
 
 
 class FdMetricsScore(PolicyBase):
-    """Chooses the instance with the lowest score of FastDeploy, computed from this router's running requests."""
+    """Chooses the instance with the lowest score. The score is the number of requests that this router runs there."""
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
-        """Choose the candidate with the lowest score, its number of running requests."""
+        """Choose the candidate with the fewest running requests."""
         chosen = self._turns.take_least(candidates, list(map(requests_of, candidates)))
         return Decision(chosen.key, {"policy": "fd_metrics_score", "score": chosen.requests}, request.prompt_tokens)
 
 
 class FdRemoteMetricsScore(PolicyBase):
-    """Chooses the instance with the lowest score of FastDeploy, computed from metrics that the instances report.
+    """Chooses the instance with the lowest score = running requests + waiting requests x waiting-weight.
 
-    The metrics count the requests of all routers, but are some seconds old. So requests that this router has sent since
-    then are added.
+    The instances report these numbers in their metrics. They include the requests of all routers, but are some seconds
+    old. So requests that this router has sent since then are added.
     """
 
     def choose_instance(self, request: RequestFeatures, candidates: Sequence[InstanceLoad]) -> Decision:
