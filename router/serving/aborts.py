@@ -83,7 +83,7 @@ class AbortScope:
 
         Args:
             members: the members of the client's abort.
-            engine_ids: the ids that the requests selected by the abort have at engines, as far as this router knows.
+            engine_ids: ids at engines of the selected requests that this router knows.
         """
         if not self.tag:
             return members if self.asked is None else {**members, "req_ids": [*self.asked, *engine_ids]}

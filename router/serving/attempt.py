@@ -389,7 +389,7 @@ class Attempt:
         return bool(running)
 
     async def await_prefill_end(self) -> None:
-        """Wait briefly for the loss of prefill's leg, after the answering leg was lost. ``deaths`` counts lost legs."""
+        """After the answering leg was lost, wait a moment whether prefill's leg is lost. ``deaths`` then counts both."""
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
             self._prefill_end = asyncio.get_running_loop().create_future()
@@ -456,7 +456,9 @@ class Attempt:
             self._chunks.append(body)
 
     def _count_wanted(self, leg: Leg, is_refusal: bool, is_end: bool) -> int:
-        """Return how many bytes of an incomplete response ``_collect`` waits for. The head has arrived.
+        """Return how many bytes ``_collect`` waits for, if the response is not complete. The head has arrived.
+
+        If the response is a refusal, start the time limit for its body.
 
         Args:
             leg: the leg with the response.

@@ -405,7 +405,7 @@ class ServingRequest:
 
         Args:
             attempt: the attempt.
-            is_relayed: whether the response continues; False if the instance preempted the request.
+            is_relayed: False if another segment must follow, after a preemption.
             is_end: whether the response is complete.
         """
         if not is_relayed:

@@ -125,7 +125,11 @@ class ClientResponse:
         return is_end
 
     def relay_whole(self, attempt: Attempt, body: bytes, router_headers: bytes) -> bool:
-        """Send the complete response of an attempt. Return False if another segment follows, after a preemption."""
+        """Send the complete response of an attempt to the client.
+
+        Return False, and send nothing, if the instance preempted the request, or the segments cannot be merged. Then
+        another attempt must follow.
+        """
         exchange = attempt.answering.exchange
         if isinstance(self.merger, ResponseMerger):
             merged = self.merger.feed(exchange.status, body)
@@ -154,7 +158,7 @@ class ClientResponse:
             request.start_response(exchange.status, headers, router_headers)
 
     def relay_piece(self, attempt: Attempt, data: bytes, is_end: bool) -> bool:
-        """Send the next bytes of an attempt's response to the client. If the client reads slowly, read no more.
+        """Send the next bytes of an attempt's response to the client. Pause the exchange if the client reads slowly.
 
         Of an event stream, only complete events are sent, so that an error event can always follow.
 
@@ -388,6 +392,10 @@ def _split_whole_events(data: bytes, seen: int = 0) -> tuple[bytes, bytes]:
     Args:
         data: events; the last event may be incomplete.
         seen: number of bytes at the beginning that are known to contain no complete event.
+
+    Returns:
+        The complete events, and the beginning of an incomplete event. A very long event is not retained until it is
+        complete: all of ``data`` is returned as the first value.
     """
     if data.endswith(_EVENT_ENDS):
         return data, b""

@@ -294,8 +294,8 @@ class Selector:
     ) -> Iterator[tuple[list[Instance], list[Instance]]]:
         """Yield groups of instances in the order of preference, each with the instances that may be removed at random.
 
-        The first group has only preferred instances, of which those with a weight between 0 and 1 may be removed. The
-        second group adds instances with weight 0, the third group instances with an open breaker.
+        The first group has the preferred instances: with a weight above 0, and no open breaker. Those with a weight
+        below 1 may be removed. The second group adds instances with weight 0, the third those with an open breaker.
         ``_gather_choice`` describes the arguments.
         """
         roles = self._registry.roles if alone is None else (alone,)
@@ -403,7 +403,7 @@ class _Group:
 
 
 class _Choice:
-    """The prepared candidates: one group for a single instance; for pairs, one for prefill and several for decode."""
+    """The prepared candidates: ``first`` for a single instance or for prefill; in pairs, ``groups`` for decode."""
 
     __slots__ = ("empty", "first", "groups", "kinds", "weighted")
 

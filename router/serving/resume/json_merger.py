@@ -35,10 +35,11 @@ _MARKUP = re.compile(r"</?think>|<[|\uff5c]|</?s>")
 class ResponseMerger:
     """Merges the segments of one response that is not streamed.
 
-    ``feed`` takes the response of a segment. It returns the response for the client, or None if the segment was
-    preempted. After a preemption, while ``ids_to_detokenize`` is not None, the caller asks an instance for the text of
-    these ids, and passes the text to ``take_text``. Then, if ``complete`` is true, ``make_end`` returns the response;
-    otherwise the caller adds ``resume_members`` to the body of the next request.
+    ``feed`` takes the response of a segment. It returns the response for the client; or None if the segment was
+    preempted, or cannot be merged with the earlier segments. After None, while ``ids_to_detokenize`` is not None, the
+    caller asks an instance for the text of these ids, and passes the text to ``take_text``. Then, if ``complete`` is
+    true, ``make_end`` returns the response; otherwise the caller adds ``resume_members`` to the body of the next
+    request.
     """
 
     __slots__ = ("_body", "_cached", "_first", "_ids", "_last", "_resent", "_restarts", "_text", "ids_to_detokenize")
@@ -56,7 +57,7 @@ class ResponseMerger:
         self._cached: Mapping[str, int] = {}
 
     def feed(self, status: int, body: bytes) -> bytes | None:
-        """Process the response of one segment. Return the response for the client, or None after a preemption."""
+        """Process the response of one segment. Return the response for the client; None if a further segment is needed."""
         # ``find`` is faster than ``in``, which first tries to use bytes as a number (half a microsecond).
         if body.find(b"pd_reschedule") >= 0 or body.find(b"PD Error") >= 0:
             response = load_object(body)
