@@ -2,12 +2,12 @@
 
 How FastDeploy loads the plugin: every process that imports FastDeploy loads the entry points of
 ``fastdeploy.tool_parser_plugins``. One of them, ``activate``, replaces ``mooncake.store.MooncakeDistributedStore`` by
-``FastDeployClient``. FastDeploy's storage classes import that name when they are created, so they use the new class.
-The plugin does not replace the storage classes, for three reasons: modules may have imported them before the plugin is
-loaded; an import of them from the plugin would be circular; and there are two forms of them (one class per rank, or one
-for the scheduler and one for the worker). Both forms use the same client. FastDeploy moves all data through the client:
-``register_buffer``, ``batch_put_from``, ``batch_get_into``, ``batch_is_exist``, ``put``/``get``/``is_exist`` (at its
-start), ``remove``, ``remove_all``.
+``FastDeployClient``. FastDeploy's storage classes import the client by its name when an object of them is created, so
+they use the new class. The plugin does not replace the storage classes, for three reasons: modules may have imported
+them before the plugin is loaded; an import of them from the plugin would be circular; and there are two forms of them
+(one class per rank, or one for the scheduler and one for the worker). Both forms use the same client. FastDeploy moves
+all data through the client: ``register_buffer``, ``batch_put_from``, ``batch_get_into``, ``batch_is_exist``,
+``put``/``get``/``is_exist`` (at its start), ``remove``, ``remove_all``.
 
 FastDeploy's keys contain a version of the weights (not with its cache manager v1), the hash of a prefix, a rank and a
 part (K, V, their scales). They do not contain model, dtype, tensor-parallel size and layout. The namespace adds these,
@@ -120,7 +120,7 @@ class FastDeployClient(PooledClient):
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
         """Return the pool, moved to the namespace of the model's current weights; None if these are not known.
 
-        The weights also count as not known if ``keys`` contain another version of the weights than the model's folder.
+        They also count as not known if the version of the weights in ``keys`` is not the version in the model's folder.
         """
         pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None
@@ -182,7 +182,7 @@ def _read_engine(engine: Engine) -> dict[str, str]:
 
 
 def _find_drafting(value: object) -> object:
-    """Return the settings of speculative decoding if its method adds layers to the blocks; otherwise None."""
+    """Return the settings of speculative decoding if its method adds KV of further layers to blocks; otherwise None."""
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value

@@ -124,7 +124,7 @@ def _read_words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(name: str) -> str:
-    """Return the only argument with a name that begins with ``name``. If none or several do, return ``name``."""
+    """Return the only argument that begins with ``name``, an abbreviation; ``name`` itself if not exactly one does."""
     found = [name] if name in _ARGUMENTS else [each for each in _ARGUMENTS if each.startswith(name)]
     return found[0] if len(found) == 1 else name
 
@@ -158,8 +158,9 @@ class WeightsVersion:
     """Version of a model's weights.
 
     Attributes:
-        text: text for the namespace; other weights have another text.
-        step: text after ``prefix`` in the keys of FastDeploy 2.6; empty if there is no ``version.yaml``.
+        text: text for the namespace, which is different for different weights.
+        step: the first two parts of the version, such as ``RL-STEP1``. FastDeploy 2.6 writes them into its keys, after
+            ``prefix``. Empty if ``version.yaml`` is missing or has no version.
     """
 
     text: str

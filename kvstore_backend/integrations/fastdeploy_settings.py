@@ -22,7 +22,7 @@ IN_OTHER_FIELDS = {
     "tensor_parallel_size": "tp_size",
     "block_size": "block_size",
 }
-"""Arguments of FastDeploy that another field of ``Namespace`` than ``model`` contains -> the name of this field."""
+"""Arguments of FastDeploy with a field of their own in ``Namespace`` -> the name of this field."""
 
 _DECIDING = """
     model_config_name max_model_len task runner convert limit_mm_per_prompt mm_processor_kwargs enable_mm

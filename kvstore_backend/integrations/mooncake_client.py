@@ -73,11 +73,11 @@ class PooledClient:
     def patience(self, config: PoolConfig) -> float:
         """Return the seconds for which calls may wait for a pool that fails; with 0, a failure is a miss immediately.
 
-        The value is more than 0 for an engine that cannot continue without the blocks of the pool. For this time, a
-        call waits for an answer and is repeated after a failure. A transfer gets additional time for its bytes, at most
-        twice as long. The time begins with the first failed call; when it is over, a failure is a miss immediately,
-        until a call succeeds. A put is successful only when other instances can read the block. ``setup`` calls this
-        method once.
+        The value is more than 0 for an engine that cannot continue without the blocks of the pool. For this time, this
+        client waits for the answer to a call, and repeats the call after a failure. A transfer gets additional time for
+        its bytes, at most twice as long. The time begins with the first failed call; when it is over, a failure is a
+        miss immediately, until a call succeeds. A put is successful only when other instances can read the block.
+        ``setup`` calls this method once.
 
         Raises:
             ConfigError: the engine cannot use a pool with this configuration; the message is one sentence.
@@ -339,9 +339,9 @@ class PooledClient:
 
 
 def _put_and_look_up(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
-    """Return a function that puts blocks, and returns ``FAILED`` for a block that cannot be read yet.
+    """Return a function that puts blocks and then looks them up.
 
-    For example, another instance may still be writing the same block.
+    It returns ``FAILED`` for a block that cannot be read yet, for example because another instance is still writing it.
     """
 
     def put(hashes: Sequence[bytes], values: Sequence[Value]) -> list[Status]:

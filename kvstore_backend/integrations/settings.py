@@ -81,7 +81,10 @@ def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict
 
 
 def _write(value: object) -> str:
-    """Return a setting's value as text: text unchanged, other values as JSON, and paths replaced by digests."""
+    """Return a setting's value as text: text as it is, other values as JSON.
+
+    Each path of a file or folder is replaced by a digest.
+    """
     value = read_json(value)
     if isinstance(value, str):
         return _write_text(value)
@@ -168,7 +171,7 @@ def _digest_path(path: Path) -> str:
 
 
 def _name_object(value: object) -> str:
-    """Return a text, the same in every process, for a value that JSON cannot represent."""
+    """Return a text for a value that JSON cannot represent, which is the same in every process."""
     return str(value.value) if isinstance(value, enum.Enum) else _ADDRESS.sub("", repr(value))
 
 

@@ -22,9 +22,10 @@ All settings of the server are read from SGLang's state in this process. The set
 (``sglang_settings.py``) are part of the namespace, with the values that SGLang derived for them.
 
 One page is one value in the pool. It has one span if the layout of the host memory stores K and V of all layers of a
-page together, two spans with ``page_first``, and two spans per layer with ``layer_first``. The spans are not copied
-together. The layout is part of the namespace, so only instances with the same layout share pages. If all ranks have the
-same pages (MLA), they share them in the pool, and SGLang writes the pages only on one rank.
+page together, two spans with ``page_first``, and two spans per layer with ``layer_first``. The pool reads and writes
+the spans where they are; they are not first copied to one place. The layout is part of the namespace, so only instances
+with the same layout share pages. If all ranks have the same pages (MLA), they share them in the pool, and SGLang writes
+the pages only on one rank.
 
 Only SGLang loads this module, because the class derives from a class of SGLang.
 """
@@ -287,7 +288,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         return [bool(status) for status in self._pool_of(name).save(self._hash_keys(name, keys), sources)]
 
     def _locate_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
-        """Return the spans of each page in host memory; None, which is a miss, if SGLang does not report the spans."""
+        """Return the spans of each page in host memory; None if SGLang does not report them, which counts as a miss."""
         if not keys:
             return []
         try:

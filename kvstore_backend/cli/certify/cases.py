@@ -122,9 +122,7 @@ class Trial:
         return make_prompts(self.seed, self.num_prompts, self.recipe.prompt_words, is_shared=is_shared)
 
     def make_two_histories(self) -> tuple[list[str], list[str]]:
-        """Return prompts to save, and prompts to load: these have the same words at the same positions, after other
-        words.
-        """
+        """Return prompts to save, and prompts to load with the same words at the same positions, after other words."""
         self.seed += 1
         return make_two_histories(self.seed, self.recipe.prompt_words)
 
@@ -221,9 +219,7 @@ class Trial:
         return loader.count_hits(answers) > before
 
     def finish(self) -> Result:
-        """Return the result of the current case, with a problem for each instance or part of the pool that has
-        ended.
-        """
+        """Return the result of the current case, with a problem for each program (instance or part) that has ended."""
         result, problems = self.result, self.problems
         for instance in (self.first, self.second, self.plain):
             if instance.program.has_ended:

@@ -1,7 +1,7 @@
 """KV connector for vLLM. ``connector.py`` describes its configuration.
 
-vLLM loads ``KVStoreConnector`` from this package, by ``kv_connector_module_path``. Other users can import modules of
-the package without vLLM.
+vLLM loads ``KVStoreConnector`` from this package, by ``kv_connector_module_path``. The connector has two *halves*: one
+in vLLM's scheduler process, and one in each worker. Other users can import modules of the package without vLLM.
 
 connector.py  KVStoreConnector, the class that vLLM loads: reads the configuration, and calls one of the two halves
 scheduler.py  the half in vLLM's scheduler process: decides which blocks to load and to save

@@ -2,11 +2,11 @@
 
 vLLM's block hashes contain only the name and path of an adapter, not its weights. vLLM reads the files of an adapter
 when it loads the adapter. It reads them again, without notice, after it had to drop the adapter (``--max-cpu-loras``),
-or on request (``load_inplace``); and its weights may be views of the files. So a worker compares the state of the files
-just before and just after vLLM reads them, and computes their digest on its own thread (``LoadedAdapters``). Requests
-with an adapter use the pool only if every rank has reported the same digest (``KnownAdapters``). If the files of an
-adapter have changed, or may have changed, its requests never use the pool again, because vLLM's own cache may have
-blocks of the old and of the new files.
+or on request (``load_inplace``); and its weights may be views of the files. So a worker compares sizes and times of the
+files just before and just after vLLM reads them, and computes a digest of the files on a thread of its own
+(``LoadedAdapters``). Requests with an adapter use the pool only if every rank has reported the same digest
+(``KnownAdapters``). If the files of an adapter have changed, or may have changed, its requests never use the pool
+again, because vLLM's own cache may have blocks of the old and of the new files.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ class LoadedAdapters:
         return False
 
     def take_digests(self) -> dict[Adapter, bytes | None]:
-        """Return new digests of adapters' files since the last call, by adapter; None if the files have changed."""
+        """Return the digests of files that are new since the last call, by adapter.
+
+        The value is None for an adapter whose files have changed.
+        """
         with self._lock:
             digests, self._new_digests = self._new_digests, {}
         return digests
@@ -147,7 +150,10 @@ class KnownAdapters:
         self._excluded: set[Adapter] = set()
 
     def add_digests(self, reported: Mapping[Adapter, Iterable[bytes | None]]) -> None:
-        """Record the digests that ranks report for each adapter; None if the adapter's files changed on a rank."""
+        """Record the digests that ranks report for each adapter.
+
+        A rank reports None if the adapter's files have changed there.
+        """
         for adapter, digests in reported.items():
             self._digests.setdefault(adapter, []).extend(digests)
 

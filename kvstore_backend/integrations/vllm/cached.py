@@ -33,7 +33,8 @@ class CachedBlocks:
 
     Args:
         pools: the pools of all ranks.
-        find_block: returns vLLM's object for a block, with its ``block_hash``, from the block's number in transfers.
+        find_block: returns vLLM's object for a block, with its ``block_hash``. The argument is the number in
+            ``Transfer.blocks``.
         post: calls a function on the scheduler's thread, in its next step.
         save: begins to save blocks with their names, and calls its last argument when the save has ended. Called on
             the scheduler's thread.

@@ -39,7 +39,7 @@ class HostClock:
 
 
 class Mark(Protocol):
-    """Interface of an event of a GPU that records a time, such as ``torch.cuda.Event``."""
+    """Interface of an event that records when the GPU reaches it, such as ``torch.cuda.Event``."""
 
     def record(self) -> object:
         """Queue this event behind all work in the GPU's current stream."""

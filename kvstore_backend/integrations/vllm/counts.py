@@ -1,4 +1,4 @@
-"""Counters of one half of the vLLM connector, by name. The counts of several workers can be added."""
+"""Counters of one half (scheduler or worker) of the vLLM connector, by name. The counts of workers can be added."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ places before them with its null block.
 
 A *unit* is the least common multiple of the groups' block sizes, in tokens. Look-ups, loads and saves work in units,
 because a resume point is a multiple of a unit. In transfers a block is ``group * num_blocks + id`` (``memory.py``). A
-transfer lists the blocks of full-attention groups last. They are stored last, so a reader that finds them also finds
-the blocks of the other groups, without which it could load nothing.
+transfer lists the blocks of full-attention groups last, and these blocks are stored last. So a reader that finds them
+also finds the blocks of the other groups, without which it could load nothing.
 
 A block of a sliding window is saved when it is full, if vLLM has not dropped it before, because a later prompt may have
 a common prefix of any length. vLLM makes a recurrent state only if a step ends at a block boundary, keeps only some of
@@ -175,7 +175,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             tracked: the request.
             number: index of the state's group.
             block: the block that has the state after this step.
-            num_tokens: number of tokens of the request after which this is the state.
+            num_tokens: number of the request's leading tokens that the state covers.
         """
         end = num_tokens // self._block_size
         if end <= tracked.num_saved or not self._may_plan_save(tracked) or self._count_save_room() < 1:
@@ -238,7 +238,7 @@ class _Namer:
 
 @dataclass(frozen=True)
 class _Wanted(Sequence[bytes]):
-    """Blocks that a look-up wants in all groups, for the units ``first`` to ``end`` of a request (module docstring).
+    """Blocks of all groups that a look-up searches, for the units ``first`` to ``end`` of a request (see the module).
 
     As a sequence, this object has only a length, the number of units. An index raises ``TypeError``, because the name
     of a block also depends on its group (``name``).

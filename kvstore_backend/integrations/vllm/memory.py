@@ -1,10 +1,10 @@
 """Finds the addresses of a vLLM block's bytes, in all layers.
 
-vLLM gives each layer a tensor ``[kernel block, head, token, content]``. The order of the axes in memory depends on the
-attention backend (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, so that the
-tensors are views of one allocation. MLA has one head; FP8 has elements of one byte. A block of the scheduler is one or
-several successive kernel blocks. A block has one span per layer if the layout stores a layer's part of it in one piece,
-otherwise several.
+vLLM gives each layer a tensor ``[kernel block, head, token, content]``. A *kernel block* is a block of the attention
+backend; a block of vLLM's scheduler is one or several successive kernel blocks. The order of the axes in memory depends
+on the attention backend (``KVCacheLayout``): NHD, HND, heads before blocks, or all layers of a block in one piece, so
+that the tensors are views of one allocation. MLA has one head; FP8 has elements of one byte. A block has one span per
+layer if the layout stores a layer's part of it in one piece, otherwise several.
 
 If a model has several KV cache groups (``kvstore_backend/groups.py``), the groups share the same memory: the bytes of a
 block are those in the layers of the group that owns the block. The index of a block is then
@@ -154,7 +154,7 @@ class KVMemory:
         return CudaDevice(self.tensors[0].device).record_event()
 
     def make_mark(self) -> Mark:
-        """Return a new event that can record the GPU's time."""
+        """Return a new event that records the time at which the GPU reaches it."""
         from kvstore_backend.staging.cuda import CudaDevice  # this import loads torch
 
         return CudaDevice(self.tensors[0].device).make_mark()

@@ -167,7 +167,7 @@ class _Pin:
 
     Attributes:
         request_id: id of the request; empty for blocks that are saved again because the pool lost them.
-        blocks: numbers of the blocks.
+        blocks: numbers of the blocks, as in ``Transfer.blocks``.
         ranks: number of ranks that have not reported the end.
         is_load: whether the transfer is a load.
         on_end: called after the blocks were unpinned.
@@ -477,7 +477,7 @@ class SchedulerHalf:
 
     @property
     def _may_save(self) -> bool:
-        """Whether saves may be planned: the scheduler's client has reached the pool in the last ``_TRUST_SECONDS``.
+        """Whether saves may be planned: the scheduler's own client has reached the pool in the last ``_TRUST_SECONDS``.
 
         A short failure of the scheduler's client does not prevent saves, because the workers have their own clients.
         """
@@ -599,7 +599,7 @@ class SchedulerHalf:
         return b"" if (lora := request.lora_request) is None else self._adapters.find_digest(lora, len(self._pools))
 
     def _num_full(self, tracked: _Tracked, computed: int) -> int:
-        """Return how many blocks of a request are full and have a hash after ``computed`` tokens were computed."""
+        """Return how many blocks of a request are full, and have a hash, when ``computed`` tokens were computed."""
         known = min(computed, tracked.request.num_tokens)  # the tokens of a step may include drafts
         return min(max(0, known - self._num_rewritten) // self._block_size, len(tracked.request.block_hashes))
 
@@ -669,7 +669,7 @@ class SchedulerHalf:
         return Transfer(self._last_number, request_id, named, blocks, adapter=adapter)
 
     def _find_block(self, block: int) -> Any:
-        """Return vLLM's object for a block, from the number that the block has in transfers."""
+        """Return vLLM's object for a block, from the number that the block has in ``Transfer.blocks``."""
         assert self._blocks is not None
         return self._blocks.blocks[block]
 

@@ -83,10 +83,9 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
 
 
 def _describe_special(vllm_config: Any) -> dict[str, object]:
-    """Return the values of some fields for the namespace, by ``<class>.<field>``, in place of the fields' own values.
+    """Return values for the namespace, by ``<class>.<field>``, that replace the own values of these fields.
 
-    The own value of such a field differs between instances with equal blocks, or is equal in instances with different
-    blocks.
+    The own values would separate instances with equal blocks, or would be equal in instances with different blocks.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     is_plain = load.load_format == "auto" or (
@@ -125,7 +124,7 @@ def _describe_generation(model: Any) -> dict[str, object]:
 
 
 def _describe_other_weights(model: Any, download_dir: str | None) -> dict[str, object]:
-    """Return fingerprints of weights that are not in the checkpoint's folder itself, by the name of their place."""
+    """Return fingerprints of weights outside the checkpoint's own files: of models that it names, and of subfolders."""
     names = {name: str(getattr(model.hf_config, name, None) or "") for name in _OTHER_MODELS}
     folders = {
         name: find_checkpoint(SimpleNamespace(model=text, revision=None), download_dir)

@@ -217,9 +217,9 @@ def require_recompute(transfer: Any) -> None:
 
 
 def splits_media(vllm_config: Any) -> bool:
-    """Return whether chunks of prompts decide which part of an image its first tokens read.
+    """Return whether the KV of an image depends on where vLLM cuts a prompt into chunks; if so, log a warning.
 
-    This is so in models whose tokens of an image read the whole image, if a chunk may end inside an image.
+    This is so in models in which each token of an image reads the whole image, if a chunk may end inside an image.
     """
     scheduler = vllm_config.scheduler_config
     if not vllm_config.model_config.is_mm_prefix_lm or not scheduler.enable_chunked_prefill:
