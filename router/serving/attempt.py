@@ -389,7 +389,7 @@ class Attempt:
         return bool(running)
 
     async def await_prefill_end(self) -> None:
-        """After the answering leg was lost, wait a moment whether prefill's leg is lost. ``deaths`` then counts both."""
+        """After the answering leg was lost, wait briefly, so that ``deaths`` can count prefill's leg, too."""
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
             self._prefill_end = asyncio.get_running_loop().create_future()

@@ -57,7 +57,7 @@ class ResponseMerger:
         self._cached: Mapping[str, int] = {}
 
     def feed(self, status: int, body: bytes) -> bytes | None:
-        """Process the response of one segment. Return the response for the client; None if a further segment is needed."""
+        """Process the response of one segment. Return the client's response; None if a further segment is needed."""
         # ``find`` is faster than ``in``, which first tries to use bytes as a number (half a microsecond).
         if body.find(b"pd_reschedule") >= 0 or body.find(b"PD Error") >= 0:
             response = load_object(body)
