@@ -328,9 +328,7 @@ class ModelRunner:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def span(self, block: int) -> Span:
-        """Return address and size of a block in memory.
-
-        The size is the size of the part that the layers of the block's group use.
+        """Return the address of a block in memory, and the size of the part that the layers of its group use.
 
         Args:
             block: ``group * len(kv) + b`` for block ``b`` of the group of layers with index ``group``.
@@ -405,7 +403,7 @@ class ModelRunner:
 
 
 def _describe_layout(groups: str) -> str:
-    """Return ``Namespace.layout``: the axes, and what decides the bytes besides the model.
+    """Return ``Namespace.layout``: the axes of a block, and what decides its bytes besides the model.
 
     Args:
         groups: the groups of layers, as ``LayerGroups.describe`` returns them.

@@ -220,10 +220,10 @@ class PoolConnector:
         return num_arrived
 
     def _look_up_groups(self, load: _Load, hashes: SequenceOf[bytes]) -> list[bytes]:
-        """Look up the longest resume point for which the pool has the blocks of all groups of layers.
+        """Look up after how many blocks at most the sequence can continue with blocks from the pool, in all groups.
 
-        Store the resume point in ``load``; if there is none, store the explanation in ``load.use``. ``hashes`` are the
-        block hashes of the sequence from the first block on.
+        Store this number, the resume point, in ``load``; if there is none, store the explanation in ``load.use``.
+        ``hashes`` are the block hashes of the sequence from the first block on.
 
         Returns:
             The names of the blocks that all groups need at the resume point.

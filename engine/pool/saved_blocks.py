@@ -30,9 +30,9 @@ _HELD_SHARE = 0.25
 class SavedBlocks:
     """The blocks of the own cache that were saved to the pool or loaded from it, so that they can be saved again.
 
-    If the pool has lost blocks, a ``Refill`` calls ``list_saved_blocks``, ``save_again``, ``end_round`` and
-    ``withhold_blocks`` on its own thread. These methods use ``post`` to run their work on the engine's
-    thread, and wait until it is done. One save holds at most ``most_held`` blocks.
+    If the pool has lost blocks, a ``Refill``, which saves them again, calls ``list_saved_blocks``, ``save_again``,
+    ``end_round`` and ``withhold_blocks`` on its own thread. These methods use ``post`` to run their work on the
+    engine's thread, and wait until it is done. One save holds at most ``most_held`` blocks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SavedBlocks:
 
         Args:
             names: the names of the blocks.
-            blocks: the indices of the blocks for ``Transfers``.
+            blocks: the numbers of the blocks, as ``Transfers`` counts the blocks of all groups.
         """
         num_blocks = self._blocks.num_blocks
         self._saved.update(zip(names, (block // num_blocks for block in blocks), strict=True))

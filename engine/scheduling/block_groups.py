@@ -53,7 +53,7 @@ class BlockGroups:
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 
     def list_needed_blocks(self, number: int, first: int, last: int) -> range:
-        """Return the places of the blocks that group ``number`` needs to resume after ``last`` blocks.
+        """Return the places of the blocks that group ``number`` needs to continue a prompt after ``last`` blocks.
 
         Places before ``first`` are left out.
         """

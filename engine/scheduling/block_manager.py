@@ -29,6 +29,8 @@ class NoFreeBlocks(Exception):
 class BlockManager:
     """Allocates blocks, counts their references, and has the prefix cache.
 
+    A published block is in the prefix cache under its hash. An idle block is published and has no references.
+
     ``allocate_blocks`` and ``take_cached_blocks`` give the caller one reference for each block, and ``hold_blocks``
     gives one more. The caller releases each reference once, by ``release_blocks``. The contents of a published block
     must not be changed.

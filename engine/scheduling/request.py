@@ -56,7 +56,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: maximum number of tokens of the answer.
-        min_tokens: number of tokens before which no end token is sampled and no stop string ends the answer.
+        min_tokens: minimum number of tokens of the answer: no end token is sampled and no stop string ends it before.
         temperature: divisor of the logits; 0: choose the most likely token (greedy).
         top_p: sample from the fewest most likely tokens with this total probability; 0: greedy, as in FastDeploy.
         top_k: sample from this number of most likely tokens; 0: from all tokens.

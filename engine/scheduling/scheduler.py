@@ -318,7 +318,7 @@ class Scheduler:
         return len(self.running) + len(self.ready) + len(self.loading)
 
     def _has_room(self, needed: int, cached: SequenceOf[bytes]) -> bool:
-        """Return whether ``needed`` new blocks are available after the cached blocks under ``cached`` are taken."""
+        """Return whether ``needed`` new blocks are available after the blocks with the hashes ``cached`` are taken."""
         # Leave one block for the growth of running sequences, if there are other sequences. A sequence that is admitted
         # in advance leaves one block for each running sequence, because it cannot be preempted while it loads.
         spare = min(1, self._num_holding) if self._num_holding < self.max_num_seqs else self.max_num_seqs

@@ -174,7 +174,7 @@ class KvEventReader:
             self._timer = loop.call_at(max(loop.time(), self._read_at + _COLLECT_SECONDS), self._read_feed)
 
     def _read_feed(self) -> None:
-        """Apply batches of one feed, and continue after other work has run."""
+        """Apply some batches of one feed. Apply further batches after other tasks of the event loop have run."""
         loop, feed = asyncio.get_running_loop(), self._readable.popleft()
         if feed.read_batches():
             self._readable.append(feed)

@@ -57,7 +57,7 @@ def add_listed_instances(registry: Registry, path: Path, now: float) -> None:
     """Add the instances that the file lists to ``registry``. They are probed like other instances, but never removed.
 
     Raises:
-        SettingsError: as in ``read_register_file``; or the router's mode does not accept the role of an instance.
+        SettingsError: the file cannot be read, an entry is invalid, or the router's mode does not accept a role.
     """
     for i, registration in enumerate(read_register_file(path)):
         try:

@@ -85,7 +85,7 @@ class Registry:
         has_heartbeat: bool = False,
         proven: bool = False,
     ) -> Instance:
-        """Add an instance that is known from another source than a registration with this process.
+        """Add an instance that has not registered with this process, but is in a file, or known to another process.
 
         Args:
             registration: the instance's registration.
@@ -100,7 +100,7 @@ class Registry:
         return self._add_instance(instance)
 
     def forget_silent(self, now: float, expiry: float) -> list[Instance]:
-        """Remove and return the instances that were silent for ``expiry`` seconds, so that they have probably ended."""
+        """Remove the instances that have probably ended (``Instance.is_silent`` returns True), and return them."""
         gone = [instance for instance in self._instances.values() if instance.is_silent(now, expiry)]
         for instance in gone:
             instance.log_change("health", logging.WARNING, "is gone", f"it has not registered for {expiry:g} s")

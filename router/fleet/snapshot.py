@@ -51,7 +51,7 @@ class PersistentPolicy(Protocol):
         """Encode the state of the policy. This runs in another thread, while the policy chooses instances."""
 
     def load_dump(self, data: bytes) -> None:
-        """Load the state of an earlier policy of the same name.
+        """Load a state that ``dump`` of a policy with the same name has returned, such as before a restart.
 
         Raises:
             ValueError: ``data`` cannot be used. The state of this policy is unchanged.
@@ -98,7 +98,8 @@ class Snapshot:
             policies: the policy of each role. The state of a ``PersistentPolicy`` is stored.
             clock: returns the seconds since the epoch, for the age of a file from another boot or another machine.
             boot_clock: like ``read_boot_clock``.
-            versions: versions of the operator commands, if other routers or processes may have later ones.
+            versions: finds the versions of operator commands, because other processes may know later commands. None:
+                the commands in the file are always applied.
 
         Raises:
             SettingsError: the folder of the file does not exist, or the path is a folder.

@@ -78,7 +78,7 @@ class AdmissionServer:
         self.send_soon()
 
     def note_elsewhere(self, router: str, running: dict[str, int], charged: dict[str, int]) -> None:
-        """Count the requests and tokens of another router. An empty ``running`` means that it has no requests."""
+        """Count another router's running requests and charged tokens, by client. Empty ``running``: it runs none."""
         self._admission.note_elsewhere(router, running)
         for client, tokens in charged.items():
             self._admission.charge_tokens(client, tokens)

@@ -116,7 +116,7 @@ class Link:
         self._responders[topic] = respond
 
     def send_message(self, *message: Any) -> None:
-        """Send a message to the supervisor: its type and its parts. All messages of this process are sent here."""
+        """Send a message to the supervisor: its type, then its parts. Every message of this process passes here."""
         if self._channel is not None:
             self._channel.send_message(*message)
 
@@ -181,7 +181,7 @@ class Link:
             self._asked.pop(number, None)
 
     def on_message(self, message: list[Any]) -> None:
-        """Handle a message from the supervisor. All messages to this process are received here."""
+        """Handle a message from the supervisor: its type, then its parts."""
         match message:
             case ["publish", sender, topic, content]:
                 if callback := self._topics.get(topic):

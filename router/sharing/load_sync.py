@@ -39,19 +39,19 @@ class SharedLoad(InstanceLoad):
         """Whether the last change of this process has been sent to the other processes."""
 
     def add_request(self, tokens: int, work: float) -> None:
-        """Add a request as ``InstanceLoad.add_request`` does, and report the change."""
+        """Add a request as ``InstanceLoad.add_request`` does, and let ``LoadSync`` send the new counts."""
         InstanceLoad.add_request(self, tokens, work)
         if self.is_sent:
             self._on_change(self)
 
     def remove_prefill(self, tokens: int, work: float) -> None:
-        """Remove a prefill as ``InstanceLoad.remove_prefill`` does, and report the change."""
+        """Remove a prefill as ``InstanceLoad.remove_prefill`` does, and let ``LoadSync`` send the new counts."""
         InstanceLoad.remove_prefill(self, tokens, work)
         if self.is_sent:
             self._on_change(self)
 
     def remove_request(self, tokens: int, work: float) -> None:
-        """Remove a request as ``InstanceLoad.remove_request`` does, and report the change."""
+        """Remove a request as ``InstanceLoad.remove_request`` does, and let ``LoadSync`` send the new counts."""
         InstanceLoad.remove_request(self, tokens, work)
         if self.is_sent:
             self._on_change(self)

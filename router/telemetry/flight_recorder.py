@@ -59,7 +59,7 @@ class RecordingError(ValueError):
 
 
 class FlightRecorder:
-    """Writes the ring of one process. If the disk fails, the recording ends, and the router continues."""
+    """Writes the two files of one process. If the disk fails, the recording ends, and the router continues."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ def _open_new(path: Path) -> int:
 
 
 def _remove_rings(folder: Path, prefix: str) -> None:
-    """Remove the rings of ended processes, except the ``KEPT_RINGS`` that ended last."""
+    """Remove the files of ended processes, except of the ``KEPT_RINGS`` processes that ended last."""
     rings: dict[str, float] = {}
     for path in folder.glob(f"{prefix}*{_SUFFIX}"):
         ring = find_ring(path)

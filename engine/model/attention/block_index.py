@@ -105,7 +105,7 @@ class Index(Protocol):
     """Interface of an index that finds blocks, such as ``BlockIndex``."""
 
     def add_blocks(self, row: int, first: int, keys: torch.Tensor) -> None:
-        """Add blocks of a sequence to its row.
+        """Add blocks of a sequence to the index, in the row of the sequence.
 
         Args:
             row: the row of the sequence.

@@ -165,7 +165,7 @@ def _find_logit_rows(chunks: Sequence[ChunkShape]) -> list[int]:
 
 
 def _list_sparse(chunks: Sequence[ChunkShape]) -> list[tuple[int, SparseState]]:
-    """Return position among the step's tokens and state of each chunk with sparse attention, which has one token."""
+    """Return, for each chunk with sparse attention, the position of its one token in the step, and its state."""
     starts = accumulate((chunk.num_tokens for chunk in chunks), initial=0)
     return [
         (row, chunk.sparse_state) for row, chunk in zip(starts, chunks, strict=False) if chunk.sparse_state is not None

@@ -36,7 +36,7 @@ class AttentionForm:
     """Settings of attention that are fast on one type of device. They do not change the result.
 
     Attributes:
-        max_gathered_bytes: maximum size of the K and V that are gathered for one group of decodes.
+        max_gathered_bytes: maximum size of K and V that are gathered for one group of decodes (chunks of one token).
         joined_bytes: groups of decodes up to this size may have decodes of very different lengths; all are padded to
             the longest. In larger groups the longest decode is at most twice as long as the shortest.
         has_causal_kernels: whether the device has kernels that compute the causal mask of a chunk by themselves. Then
@@ -50,7 +50,7 @@ class AttentionForm:
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """A chunk of a sequence, and the blocks of the sequence.
+    """A chunk: the tokens of one sequence that a step computes; and the blocks of this sequence.
 
     Attributes:
         num_computed: number of tokens of the sequence that have KV already.

@@ -68,7 +68,7 @@ def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, 
 
 
 def count_work(moment: Moment) -> dict[str, Mapping[tuple[str, str], float]]:
-    """Return the counters of each instance's work, by the instance's key and a name.
+    """Return the counters of each instance's work, by instance, then by instance and name of the counter.
 
     The names are ``ORIGINS``, ``generated``, ``first_tokens`` and ``first_token_seconds``.
     """
