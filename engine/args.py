@@ -342,7 +342,7 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
 
 
 def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
-    """Handle settings of sparse attention if it is off: refuse flags, and log a warning for variables.
+    """Handle settings of sparse attention while it is off: refuse the flags, and log a warning for the variables.
 
     Args:
         given: names of the settings that were given as flags.

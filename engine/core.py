@@ -48,8 +48,8 @@ class Listener:
         on_saved: called once, after the last ``on_output``, when all saves of the sequence to the pool have ended.
         on_computed: called with blocks of the prompt when their KV is final; the partly filled last block is included.
             Its arguments are the index of the first of these blocks, and the blocks. The listener gets one reference
-            for each block, and releases it by ``EngineCore.release_blocks``. If the model has several groups of
-            layers, only the blocks in ``BlockGroups.list_held_blocks`` are passed. The index is the one in that list.
+            for each block, and releases it by ``EngineCore.release_blocks``. If the model has several groups of layers,
+            the engine passes only blocks in ``BlockGroups.list_held_blocks``, and the index is a position in that list.
     """
 
     on_output: Callable[[TokenOutput], None]
@@ -144,7 +144,7 @@ class EngineCore:
 
     @property
     def holds_stop_up(self) -> str:
-        """Text for the log about what ``stop`` waits for: the running step, saves to the pool, or the pool's client."""
+        """What ``stop`` waits for, as text for the log: the running step, saves to the pool, or the pool's client."""
         if self.is_alive:
             return "the running step"
         if self._connector and (count := self._connector.pending_save_blocks):
@@ -203,7 +203,10 @@ class EngineCore:
         self._commands.put(add)
 
     def _adopt_prompt(self, sequence: Sequence, prefilled: Prefilled) -> None:
-        """Continue a sequence from the KV of its prompt, or queue it as a new sequence if that is not possible."""
+        """Continue a sequence from the KV of its prompt, which another instance computed.
+
+        If that is not possible, queue it as a new sequence.
+        """
         token, reservation = prefilled.token, prefilled.reservation
         is_shared = reservation.num_cached == len(reservation.blocks)
         if token is None and (is_shared or not self.scheduler.groups.is_full):
@@ -422,11 +425,12 @@ class EngineCore:
                 self._connector.start_save(chunk.sequence)
 
     def _withdraw_broken_blocks(self, sequence: Sequence) -> None:
-        """Remove the blocks of a failed sequence from the caches, from the first block with a NaN or an infinity on.
+        """Remove from prefix cache and pool the blocks of a failed sequence, from the first one with NaN or infinity
+        on.
 
-        Earlier chunks of the prompt were published before the logits showed the failure. If the sequence has released a
-        block, and the prefix cache has evicted it, the pool may still have it. Such a block cannot be checked; it
-        counts as broken if the block after it is broken.
+        They have blocks of earlier chunks of the prompt, which were cached before the logits showed the failure. If the
+        sequence has released a block, and the prefix cache has evicted it, the pool may still have it. Such a block
+        cannot be checked; it counts as broken if the block after it is broken.
         """
         groups, hashes, blocks = self.scheduler.groups, sequence.hashes(), self.scheduler.blocks
         first = last = sequence.num_published
@@ -462,7 +466,8 @@ class EngineCore:
     def _clear_broken_blocks(self) -> None:
         """Zero and release the broken blocks that no sequence, load or save uses any more.
 
-        A later sequence fills such a block step by step and masks the rest, but a masked NaN is still NaN.
+        Otherwise a later sequence that gets such a block would compute NaN: attention multiplies masked positions by 0,
+        and 0 times NaN is NaN.
         """
         blocks = self.scheduler.blocks
         unused = [block for block in self._broken_blocks if blocks.num_references(block) == 1]
@@ -483,7 +488,8 @@ class EngineCore:
     def _index_blocks(self, sequence: Sequence) -> None:
         """Add new full blocks of a sequence with sparse attention to the index.
 
-        If the sequence is offloaded and decodes, also release its full blocks of KV memory.
+        Decode steps search the index for the blocks that they read. If the sequence is offloaded (host memory has its
+        full blocks) and decodes, also release these blocks in KV memory.
         """
         if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
             return

@@ -171,7 +171,7 @@ _NAMES = (*_SHARED, *_FLAGS, *(f"--no-{name[2:]}" for name, flag in _FLAGS.items
 
 
 class _Foreign(argparse.Action):
-    """Action for a flag of FastDeploy: adds its name to ``without_effect``, or refuses its value."""
+    """Action for a flag of FastDeploy: adds its name to the parsed ``without_effect``, or refuses its value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: _Flag) -> None:
         super().__init__(

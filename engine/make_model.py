@@ -43,7 +43,10 @@ HIDDEN, LAYERS, INTERMEDIATE = 512, 8, 1408
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 MAX_POSITIONS = 32768
 MAX_NEW_TOKENS = 64
-"""Default limit of an answer. Without it most answers would fill the context, because the model rarely ends one."""
+"""Default limit of tokens in an answer.
+
+Without a limit, most answers would fill the context: the model rarely ends one.
+"""
 
 # Standard deviations of the outputs of parts of the model, for inputs with a standard deviation of 1. Chosen by
 # measurement: 100 generated words have 70 to 90 different ones, with prompts of 3 to 8,000 tokens. Rounding changes a
