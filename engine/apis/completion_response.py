@@ -1,4 +1,4 @@
-"""Responses to chat and plain completions: pieces of answers become one object, or a stream of events."""
+"""Responses to chat and plain completions: one object, or a stream of events, made from the answers' pieces."""
 
 from __future__ import annotations
 

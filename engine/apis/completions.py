@@ -205,7 +205,10 @@ class Completions:
         return {"prompt": text}
 
     async def _find_hints(self, body: ChatBody, tokens: list[int]) -> list[CacheHint]:
-        """Return the cache hints at messages and at parts of messages. ``tokens`` are the tokens of the prompt."""
+        """Return the hints of messages, and of parts of messages, for how long to cache the prompt up to there.
+
+        ``tokens`` are the tokens of the prompt.
+        """
         try:
             marks = list(find_marks(body.messages, (body.prompt_cache_options or CacheOptions()).seconds))
         except ValueError as exc:
@@ -251,7 +254,10 @@ class Completions:
     def _make_request(
         self, body: GenerationBody, request_id: str, prompt: list[int], param: str, hints: Sequence[CacheHint]
     ) -> Request:
-        """Return the engine's request for one prompt. ``param`` is the name of the prompt's field, for errors.
+        """Return the engine's request for one prompt.
+
+        ``param`` is the name of the field with the prompt, for errors. ``hints`` say for how long to cache its
+        beginning.
 
         Raises:
             ApiError: 400; the prompt is too long, or a token id is not in the vocabulary.
