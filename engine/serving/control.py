@@ -119,7 +119,7 @@ class Control:
         """Pause the instance, and free the memory of the parts ``tags``, which are some of ``TAGS``.
 
         Returns:
-            FastDeploy's result, which has one worker.
+            FastDeploy's result: a list with None for each worker. An instance here has one worker.
 
         Raises:
             ControlFailed: the pause failed, a part cannot be freed, or blocks are still in use.
@@ -142,7 +142,7 @@ class Control:
         The weights are loaded from the checkpoint's folder as it is now.
 
         Returns:
-            FastDeploy's result, which has one worker.
+            FastDeploy's result: a list with None for each worker. An instance here has one worker.
 
         Raises:
             ControlFailed: a part cannot be restored; it stays freed.
@@ -166,7 +166,7 @@ class Control:
             version: version of the new weights; "": the version in the folder's ``version.yaml``, if there is one.
 
         Returns:
-            FastDeploy's report of the update, which has one worker.
+            FastDeploy's report of the update: a list with one item for each worker, of which there is one here.
 
         Raises:
             ControlFailed: the instance is not paused, or the weights cannot be loaded. Then the old weights are in use,

@@ -81,7 +81,8 @@ class Instance:
         Args:
             args: the arguments.
             around: the router, the pool and the checkpoint.
-            connector: the bound socket of the connector port. The instance owns it from now on.
+            connector: the bound socket of the connector port, to which prefill instances connect for hand-overs of
+                prompts. The instance owns the socket from now on.
             dialect: the dialect of requests to a pair, or None for FastDeploy's.
         """
         self.args = args
@@ -148,7 +149,9 @@ class Instance:
         )
 
     def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
-        """Return the blocks for direct transfers; None if the role is mixed or direct transfers are not possible."""
+        """Return the object that moves blocks in direct transfers; None if the role is mixed, or if it cannot be
+        opened.
+        """
         if self.args.splitwise_role == "mixed":
             return None
         try:
