@@ -1,7 +1,8 @@
 """Answers requests: turns a checked request into pieces of text.
 
 All code here runs in the event loop; it uses the engine's thread only through ``EngineCore``. A generation is the
-answer to one prompt. Its class depends on the role of the instance and on the request:
+answer to one prompt. A *hand-over* passes the KV of a prompt from a prefill to a decode instance, directly or through
+the pool. The class of a generation depends on the role of the instance and on the request:
 
 base.py         Generation: runs a sequence and turns its tokens into text; base class for all roles
 prefill.py      the generation of a prefill instance: computes the prompt and transfers its KV

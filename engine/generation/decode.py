@@ -97,9 +97,9 @@ class DecodeGeneration(Generation):
         return await self._parts.receiver.wait_for_prompt(self.request.request_id, prompt)
 
     def _count_way(self, *, is_direct: bool) -> None:
-        """Count in the metrics how the prompt's KV arrived, if it arrived. Call this when the first token exists.
+        """Count in the metrics how this instance got the prompt's KV: directly, from the pool, or by computing it.
 
-        ``is_direct`` says that the KV came by a direct transfer.
+        Call this when the first token exists. ``is_direct`` says that the KV came by a direct transfer.
         """
         way = "direct" if is_direct else "pool" if self.sequence.pool_cached_tokens else "computed"
         self._core.metrics.handed_over.labels(way).inc()

@@ -116,7 +116,7 @@ class Detokenizer:
         return new
 
     def _set_context(self) -> None:
-        """Make all tokens of the window context: their text was returned, and only later tokens add text."""
+        """Mark all tokens of the window as context: their text was returned already, and only later tokens add text."""
         self._context = self._decode_tokens(self._window)
         self._num_context = len(self._window)
         self._given = len(self._context)

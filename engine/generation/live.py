@@ -16,7 +16,7 @@ from engine.scheduling.request import Request
 __all__ = ["BROKEN", "Generations", "MixedGeneration", "PairInfo", "list_unknown_ids"]
 
 PairInfo: TypeAlias = DisaggregateInfo | Callable[[SharedParts, Request], Generation]
-"""A request's pair: FastDeploy's field or, in other dialects, a function that creates the generation."""
+"""A request's pair of instances: FastDeploy's field or, in other dialects, a function that creates the generation."""
 
 
 class MixedGeneration(Generation):
