@@ -123,7 +123,7 @@ class EngineMetrics:
         )
 
     def _add_blocks_and_places(self) -> None:
-        """Add FastDeploy's gauges of blocks and of places in the batch."""
+        """Add FastDeploy's gauges of blocks, and of the number of requests that run and that may run at once."""
         self.batch_size = self._add_gauge("fastdeploy:batch_size", "Requests in the running batch")
         self.max_batch_size = self._add_gauge("fastdeploy:max_batch_size", "Requests that may run at once")
         self.available_batch_size = self._add_gauge(

@@ -43,7 +43,7 @@ class Phase(NamedTuple):
 
 
 def list_phases(sequence: Sequence, now: float, trouble: str = "") -> Iterator[Phase]:
-    """Yield the phases of a sequence, except its saves. The times are from the first admission of the sequence.
+    """Yield the phases of a sequence, except its saves. A preempted sequence has the times of its first admission.
 
     Args:
         sequence: the sequence.
