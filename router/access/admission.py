@@ -225,8 +225,10 @@ class Admission:
         rates.charge_tokens(client, tokens)
 
     def _make_room(self, client: str, priority: int) -> None:
-        """Remove a queued request to make space for a request of ``client``; if none can be removed, refuse that
-        request.
+        """Remove a queued request to make space for a new request of ``client``.
+
+        Raises:
+            Refused: no queued request can be removed, so the new request is refused.
         """
         place = self._line.find_last(priority, client)
         if place is None:

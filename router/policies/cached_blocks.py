@@ -138,7 +138,7 @@ class CachedBlocks(BlockTree):
 
         Args:
             prompt: the prompt, after its response.
-            leaf: the last block of the prompt, if another process has found it.
+            leaf: the last block of the prompt, if another process has found it; None if ``settle`` must find it.
         """
         if leaf is not None:
             self._named.append((prompt, leaf))
@@ -357,10 +357,12 @@ class CachedBlocks(BlockTree):
         self._tips[chunk] = run.tips[chunk] = tip
 
     def _find_next(self, run: Run, end: int, prompt: PlacedPrompt) -> Run | None:
-        """Return the run with the block after ``end`` tokens, if this block has tokens of the response to ``prompt``.
+        """Return the run that has the next block of the response to ``prompt``; None if no block or several blocks fit.
 
-        Returns:
-            None if no block or several blocks fit.
+        Args:
+            run: the run that has the last block that was found.
+            end: number of tokens up to the end of this block.
+            prompt: the prompt.
         """
         following = [each for each in run.behind if each.start == end]
         if run.end > end:

@@ -64,8 +64,8 @@ class _Node:
     """Successive chunks that were computed by the same instances, and used at the same time.
 
     The nodes are a tree: the chunks before those of a node are the chunks of its ancestors. As a chunk's hash depends
-    on all chunks before it, a node is found by its first hash alone. All nodes are also in a list, in the order of
-    their last use; a node is older than its parent.
+    on all chunks before it, a node is found by its first hash alone. All nodes are also in a list, from the one that
+    was not used for the longest time to the one that was used last. In this list, a node is before its parent.
     """
 
     __slots__ = ("chunks", "holders", "newer", "num_children", "older", "parent", "used_at")

@@ -91,7 +91,7 @@ class AbortScope:
         return {"req_ids": [*(form for each in sorted(self._ids) for form in self._add_tag(each)), *engine_ids]}
 
     def remove_tag(self, aborted: Iterable[Any]) -> list[Any]:
-        """Return the aborted requests that instances report, with the ids that the client knows."""
+        """Return the aborted requests that instances report, without the tag, which the client does not know."""
         if not self.tag:
             return list(aborted)
         untagged = []

@@ -67,7 +67,7 @@ class Pairs:
         self._bootstrap_servers: WeakValueDictionary[str, BootstrapServer] = WeakValueDictionary()
 
     def find_pair(self, prefill: Instance, decode: Instance) -> Pair:
-        """Return the pair of two instances, for which ``may_pair`` is true."""
+        """Return the pair of two instances, which must be able to form one (``may_pair``)."""
         keys = (prefill.key, decode.key)
         known = self._known.get(keys)
         if known is not None:

@@ -411,7 +411,8 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         hint = did_you_mean(value, choices)
         raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{hint}")
     if field.name in ("port", "epp_port") and not 0 <= value <= 65535:
-        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for any free port")
+        zero = "any free port" if field.name == "port" else "no such port"
+        raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for {zero}")
     if field.name == "service_discovery_port" and not 0 <= value <= 65535:
         raise SettingsError(f"{name} is {value}; it must be a port, 1 to 65535, or 0 for the port that the pod names")
     is_time = field.name.endswith(("_secs", "_mins")) and not (value == 0 == field.default)

@@ -78,8 +78,8 @@ class Resumption:
             merger: the merger of the stream.
             instance: the instance that is asked for the text of the ids.
             upstream: the connections to instances.
-            may_guess: whether to assume that the ids end with a complete character if ``instance`` cannot report texts.
-                If ``instance`` does not respond, no id is removed then.
+            may_guess: whether to assume that the ids end with a complete character if ``instance`` cannot report texts
+                or does not respond. Then no id is removed.
 
         Returns:
             Why the stream cannot continue; ``""`` if it can.

@@ -168,8 +168,9 @@ class StreamMerger:
         return bool(self.shown_ids)
 
     def drop_last(self, count: int) -> None:
-        """Remove the last ``count`` of ``shown_ids``: the client lacks their text, so an engine generates them
-        again.
+        """Remove the last ``count`` of ``shown_ids``, whose text is not complete. The next engine generates them again.
+
+        After this call, ``doubtful_ids`` is empty.
         """
         if count:
             self._reasoning -= count if self._reasoning == len(self._shown) else 0
