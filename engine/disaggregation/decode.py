@@ -104,7 +104,7 @@ class _Handover:
         """Wait for the result of ``awaitable``, and return it.
 
         Raises:
-            _GivenUp: the hand-over was given up before; ``awaitable`` was cancelled.
+            _GivenUp: the hand-over was given up before there was a result; ``awaitable`` was cancelled.
         """
         task = asyncio.ensure_future(awaitable)
         try:

@@ -116,7 +116,7 @@ class Link:
         self._responders[topic] = respond
 
     def send_message(self, *message: Any) -> None:
-        """Send a message to the supervisor: its type, then its parts. Every message of this process passes here."""
+        """Send a message to the supervisor: its type, then its parts. Every message of this process is sent here."""
         if self._channel is not None:
             self._channel.send_message(*message)
 

@@ -151,9 +151,9 @@ class _Output:
         return bool(self._backlog)
 
     def write_lines(self, lines: list[bytes]) -> int:
-        """Write lines. Lines that would block wait for the next call, up to ``MAX_BACKLOG_LINES``; others are lost.
+        """Write lines as far as this does not block. The next call writes the remaining lines.
 
-        Return the number of lines that were lost.
+        At most ``MAX_BACKLOG_LINES`` lines wait for the next call. Return the number of further lines, which are lost.
         """
         room = MAX_BACKLOG_LINES - len(self._backlog)
         self._backlog.extend(lines[:room])

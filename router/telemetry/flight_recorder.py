@@ -255,7 +255,7 @@ def find_recordings(paths: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             files = sorted(path.glob(f"flight-*{_SUFFIX}"), key=lambda file: (find_ring(file), _OLD not in file.name))
             if not files:
-                raise RecordingError(f"{path} has no file of a flight recorder; its name would begin with flight-")
+                raise RecordingError(f"{path} has no file of a flight recorder; such files are named flight-...")
         else:
             older = path.with_name(find_ring(path) + _OLD)
             files = [older, path] if older.exists() else [path]
@@ -310,7 +310,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _open_new(path: Path) -> int:
-    """Create a file that only this user can read, and lock it until this process ends."""
+    """Create a file that only this user can read, and lock it until this process ends. Return its descriptor."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,8 +4,8 @@ An index finds the best blocks (``block_index.py``). Each KV head chooses its ow
 not matter, because keys include their positions (RoPE).
 
 If the sequence is offloaded, its full blocks are in host memory; otherwise they are in KV memory. The newest block is
-always in KV memory. A CPU reads the blocks where they are. A GPU cannot read host memory in attention, so an offloaded
-sequence has a working set there (``working_set.py``).
+always in KV memory. A CPU reads the blocks where they are. A GPU cannot read host memory in attention, so a step copies
+the blocks that it reads of an offloaded sequence to the GPU, to the sequence's working set (``working_set.py``).
 
 The tables of a step are computed once for all layers (``plan.py``). The host waits for the device only to fill working
 sets. All objects here belong to the engine's thread.
