@@ -65,7 +65,9 @@ def _list_ports(args: EngineArgs) -> dict[str, int]:
 def _load_instance(args: EngineArgs, around: Surroundings, connector: socket) -> Instance:
     """Create the instance and load its model.
 
-    ``engine.serving.instance`` is imported only here, because it loads torch and transformers, which takes seconds.
+    ``around`` has the router, the pool and the checkpoint; ``connector`` is the bound socket of the connector port.
+    This function imports ``engine.serving.instance``, because that module loads torch and transformers, which takes
+    seconds.
     """
     from engine.serving.instance import Instance
 

@@ -6,7 +6,8 @@
 ...     pool.lookup([b"hash of the first block"])
 0
 
-An engine uses a ``BlockPool``. A ``BlockPool`` calls wrappers, one around the other, and the innermost calls a store:
+An engine uses a ``BlockPool``. Its calls pass through several wrappers, each around the next one, to a store. The
+files:
 
 pool.py        BlockPool: looks up, loads and saves blocks by their hashes; open_pool opens the store with its wrappers
 block_hash.py  computes block hashes from token ids

@@ -178,7 +178,7 @@ class StorageBackend(abc.ABC):
         """
 
     def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
-        """Undo ``register`` for the same memory. Must be called before the memory is freed."""
+        """Undo ``register`` for the same memory. The caller must do this before it frees the memory."""
 
     @property
     def is_ready(self) -> bool:

@@ -162,8 +162,8 @@ def fingerprint_model(folder: str | Path) -> str:
     Two fine-tunes of one model have the same configuration, tensor names and file sizes, so the digest must depend on
     the weights. From each safetensors file, the header and 64 bytes from the middle and the end of every tensor are
     read; from other files with weights, the size and 64 samples. This takes milliseconds; reading all bytes would take
-    minutes. A copy of the folder has the same digest. The samples may miss a change of few weights in place; use
-    ``Namespace.weights_version`` for such changes.
+    minutes. A copy of the folder has the same digest. The samples may miss it if a program changes a few weights in
+    place; use ``Namespace.weights_version`` for such changes.
 
     Raises:
         ConfigError: the folder, its config.json or its weights are missing or cannot be read.

@@ -209,7 +209,7 @@ class BlockPool:
         self._stack.register(address, nbytes, headroom=headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Undo ``register`` for the same memory. Must be called before the memory is freed."""
+        """Undo ``register`` for the same memory. The caller must do this before it frees the memory."""
         self._stack.unregister(address, nbytes)
 
     def health(self) -> Health:

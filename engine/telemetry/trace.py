@@ -19,7 +19,8 @@ def log_look_up(
 ) -> None:
     """Log a look-up of the blocks ``hashes`` in the pool, and the pool's answers ``statuses``.
 
-    ``first`` is the index of the first of these blocks in the prompt. The pool has the first ``present`` blocks.
+    ``first`` is the index of the first of these blocks in the prompt. The pool has the first ``present`` of them. The
+    look-up took ``seconds``.
     """
     if not log.isEnabledFor(logging.DEBUG):
         return

@@ -336,7 +336,7 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
-    """Return the lines of the table of tenants, and a line that names the tenant of the other tables."""
+    """Return the lines of the table of tenants, and a line that says whose namespaces the other tables have."""
     heads = ("tenant", "used", "of", "", "quota", "evicted for itself", "writes without space")
     rows = [
         (

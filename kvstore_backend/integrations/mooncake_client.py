@@ -102,7 +102,7 @@ class PooledClient:
         ssd_offload_path: str = "",
         tenant_id: str = "",
     ) -> int:
-        """Open the pool with the settings in the arguments.
+        """Open the pool with the settings in the arguments (``MooncakeSettings`` describes most of them).
 
         Other settings (writes in the background, a fast tier) come from the environment, or from the configuration file
         that the environment names. The argument ``engine`` is ignored. If ``master_server_addr`` is the URL of a
@@ -194,7 +194,10 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         config: object = None,
     ) -> list[int]:
-        """Store values like ``batch_put_from``, from several pieces of memory for each value."""
+        """Store values like ``batch_put_from``, each from several pieces of memory.
+
+        For key ``i``, ``all_buffer_ptrs[i]`` has the addresses of the pieces, and ``all_sizes[i]`` their sizes.
+        """
         return self._put_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -217,7 +220,10 @@ class PooledClient:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """Read values like ``batch_get_into``, to several pieces of memory for each value."""
+        """Read values like ``batch_get_into``, each to several pieces of memory.
+
+        ``prefer_alloc_in_same_node`` is ignored.
+        """
         return self._get_values(keys, _several_spans_each(all_buffer_ptrs, all_sizes))
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: object = None) -> int:

@@ -78,7 +78,9 @@ _STATE_ATTRIBUTES = (
 
 
 class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not here when types are checked
-    """Storage backend of one rank of SGLang: stores pages in the pool. A page that cannot be read is a miss.
+    """Storage backend of one rank of SGLang: stores pages in the pool.
+
+    A page that cannot be read is a miss. The methods ignore ``extra_info`` and ``target_sizes``.
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``: ranks, model, extra configuration.
@@ -437,7 +439,7 @@ def _read_device(is_quantized: bool) -> dict[str, str]:
     """Return the kind of this GPU if it decides in which format SGLang calculates.
 
     With quantized weights it decides whether activations are quantized, too. On AMD's GPUs it also decides what the
-    bytes of fp8 KV mean: e4m3fnuz on MI300, e4m3fn on later ones, whichever of the two formats the settings name.
+    bytes of fp8 KV mean: e4m3fnuz on MI300, e4m3fn on later ones, even if the settings name the other format.
     """
     architecture = find_architecture()
     is_amds = architecture.startswith("gfx")

@@ -270,13 +270,21 @@ class GuardedBackend(StorageBackend):
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Register memory with the store: wait until a deadline, or return immediately while the breaker is open."""
+        """Register memory with the store, and return at the deadline at the latest.
+
+        While the breaker is open, return immediately; the keeper thread registers the memory before it closes the
+        breaker.
+        """
         with self._changed:
             self._wanted[address] = _Region(nbytes, headroom)
         self._update_registration(address, nbytes)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Unregister memory: wait until a deadline, or return immediately while the breaker is open."""
+        """Unregister memory from the store, and return at the deadline at the latest.
+
+        While the breaker is open, return immediately; the keeper thread unregisters the memory before it closes the
+        breaker.
+        """
         with self._changed:
             self._wanted.pop(address, None)
         self._update_registration(address, nbytes)
@@ -515,10 +523,9 @@ class GuardedBackend(StorageBackend):
                 self._open_breaker(f"{what} did not succeed")
 
     def _register_with(self, store: StorageBackend, address: int, *, only_unregisters: bool = False) -> None:
-        """Register the memory at ``address`` with the store as callers requested; first remove an outdated
-        registration.
+        """Register the memory at ``address`` with the store as callers requested.
 
-        With ``only_unregisters``, only remove the outdated registration.
+        First, remove an outdated registration of this memory. With ``only_unregisters``, do only this.
         """
         with self._changed:
             self._changed.wait_for(lambda: address not in self._registering)

@@ -171,9 +171,10 @@ def make_prompts(seed: int, count: int, words: int, *, is_shared: bool) -> list[
 def make_two_histories(seed: int, words: int) -> tuple[list[str], list[str]]:
     """Return two prompts for one instance to save, and two prompts for the other instance to answer.
 
-    The prompts to save are ``A C`` and ``B D``; those to ask are ``A D`` and ``B C``. ``A`` and ``B`` have the same
-    words in another order, and their first word and last third are equal. So all prompts have the same number of
-    tokens, and each block of the prompts to ask is at the same place in a prompt to save, but some after other tokens.
+    The prompts to save are ``A C`` and ``B D``; the prompts to answer are ``A D`` and ``B C``. ``A`` has the same words
+    as ``B`` in another order, but the same first word and the same last third. So all prompts have the same number of
+    tokens, and each block of a prompt to answer has the tokens of a block at the same position in a saved prompt. Some
+    of these blocks follow other tokens, so they must not be used.
     """
     chance = random.Random(seed)
     first, *middle = chance.choices(_WORDS, k=words // 3)

@@ -38,8 +38,8 @@ class CachedBlocks:
         post: calls a function on the scheduler's thread, in its next step.
         save: begins to save blocks with their names, and calls its last argument when the save has ended. Called on
             the scheduler's thread.
-        touch_in_order: makes vLLM reuse the memory of the given blocks after that of all other blocks, in the given
-            order. Called on the scheduler's thread.
+        touch_in_order: makes vLLM reuse the memory of the given blocks last, in the given order. Called on the
+            scheduler's thread.
     """
 
     def __init__(

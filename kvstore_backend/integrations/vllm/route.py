@@ -1,7 +1,7 @@
 """Selects the route of blocks between vLLM's memory and the pool: ``memory`` in ``kv_connector_extra_config``.
 
 staged  blocks pass through host buffers (``kvstore_backend.staging``): pinned buffers and a CUDA stream for KV on a
-        GPU; for KV in host memory, the stand-in for a device runs the same steps
+        GPU; for KV in host memory, threads make the same copies
 direct  the pool reads and writes vLLM's memory. On a GPU Mooncake does this by RDMA. The host cannot read the memory of
         a GPU, so the blocks have no checksums.
 """

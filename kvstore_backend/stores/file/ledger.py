@@ -263,10 +263,14 @@ class Ledger:
                 raise OSError(errno.EINVAL, text + "give each machine its own folder, or use a Mooncake pool")
 
     def _settle_size(self, ledger: int, named: int | None) -> int:
-        """Return the size limit of the folder: the stored one, or ``named`` if no other process has the folder open.
+        """Return the size limit of the folder, and store it: ``named``, else the stored limit, else ``DEFAULT_BYTES``.
+
+        Args:
+            ledger: the open ledger.
+            named: the configured size limit, or None if none is configured.
 
         Raises:
-            OSError: another process has the folder open, and its limit is not ``named``.
+            OSError: another process has the folder open with another limit than ``named``.
         """
         recorded = _read_size(ledger)
         size = named or recorded or DEFAULT_BYTES
