@@ -67,7 +67,7 @@ class ApiError(NamedTuple):
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def error_event(self, path: str = "") -> bytes:
-        """Return the error as the only event of a stream. After other events, ``sse`` is used, which adds its end."""
+        """Return the error as the only event of a stream. After other events, use ``sse``, which adds ``[DONE]``."""
         return encode_error_event(self.body(path), path)
 
     def sse(self, path: str = "") -> bytes:

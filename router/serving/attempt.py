@@ -260,7 +260,7 @@ class Attempt:
         """
         Args:
             answering: the leg whose response the client gets.
-            prefill: the leg at the prefill instance of a pair.
+            prefill: the leg at the prefill instance of a pair; None without a pair.
             engine_ids: ids of the request's sequences at engines, for an abort; None if no abort is needed.
             set_decode_request: called with prefill's response; sets the request of the answering leg. None if both legs
                 are sent together.
@@ -326,8 +326,8 @@ class Attempt:
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
         """Fail the attempt or its answering leg, because ``instance`` does not respond to probes.
 
-        Before the response has begun, the attempt fails. After that, the answering leg fails if it has received nothing
-        for ``silence`` seconds. If ``instance`` has no leg of this attempt, nothing happens.
+        Before the response has begun, the attempt fails. After that, only the answering leg can fail: if ``instance``
+        is its instance, and has sent nothing for ``silence`` seconds.
         """
         leg = self.answering if self.answering.instance is instance else self.prefill
         if leg is None or leg.is_finished or leg.instance is not instance:

@@ -244,7 +244,7 @@ class ParsedRequest:
         return len(self._find_prompts()) if self.body is not None and self.is_batch else 1
 
     def _find_prompts(self) -> Any:
-        """Return the prompt or the prompts. If both members exist, FastDeploy would prefer ``prompt_token_ids``."""
+        """Return the prompt or the prompts. ``prompt`` has priority over ``prompt_token_ids``, unlike in FastDeploy."""
         assert self.body is not None
         return self.body.members.get("prompt") or self.body.members.get("prompt_token_ids")
 

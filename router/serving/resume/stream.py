@@ -221,7 +221,7 @@ class StreamMerger:
         return strip_token_ids(events) if has_ids else events
 
     def _feed_one(self, event: bytes) -> bytes:
-        """Process one event like ``feed``, if it need not be parsed."""
+        """Process one event that need not be parsed, like ``feed``."""
         usual = self.feed_usual(event)
         if usual is not None:
             return usual
