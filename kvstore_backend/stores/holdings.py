@@ -121,6 +121,11 @@ class MooncakeHoldings(_Values):
         """Whether the master lists this tenant's keys. Without tenants, all keys are listed as keys of ``default``."""
         return self._settings.tenant_id == DEFAULT_TENANT or not self._ask(self._admin.has_tenants)
 
+    @property
+    def has_other_tenants(self) -> bool:
+        """Whether the keys may be of other tenants: a tenant is named, but the master does not separate tenants."""
+        return self.is_listed and self._settings.tenant_id != DEFAULT_TENANT
+
     def list_keys(self) -> list[str]:
         """Return all keys of the tenant.
 
@@ -172,6 +177,7 @@ class FolderHoldings(_Values):
 
     can_keep = False
     is_listed = True
+    has_other_tenants = False
 
     def __init__(self, settings: FileSettings) -> None:
         """Check that the folder exists and belongs to a pool.

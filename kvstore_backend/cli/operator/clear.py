@@ -15,6 +15,7 @@ from kvstore_backend.cli.operator.asking import (
     CacheState,
     clear_cache,
     clear_caches_of_router,
+    is_address,
     list_instances,
     read_cache,
 )
@@ -75,17 +76,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the arguments select no blocks, or contradict each other.
-        PoolUnavailable: the pool cannot be reached, or did not remove all blocks; or an instance or a router did not
-            clear all caches.
+        PoolUnavailable: the pool or the router cannot be reached, or did not remove all blocks; or an instance did
+            not answer, or did not clear its cache.
     """
     if arguments.caches and not (arguments.instances or arguments.router):
         raise ConfigError("--caches clears the own caches of instances; name them with --instances or --router")
+    for each in arguments.instances:
+        if not is_address(each):
+            raise ConfigError(
+                f"--instances has {each!r}, which is not HOST:PORT; write the configuration before the instances: "
+                "kvstore clear CONFIG --instances HOST:PORT ..."
+            )
     with open_holdings(arguments) as holdings:
         is_whole = arguments.all and not holdings.is_listed and not arguments.dry_run
         scopes = [] if is_whole else _find_scopes(arguments, holdings)
         if arguments.dry_run:
             _report(arguments, _count_all(scopes, holdings), 0, [])
             return 0
+        instances = _find_instances(arguments)
         may_ask = not arguments.yes and not arguments.json and _is_terminal()
         if may_ask and not _is_confirmed(_count_all(scopes, holdings)):
             print("nothing was removed")
@@ -96,7 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
         removed = _remove(holdings, scopes, is_whole=is_whole)
         time.sleep(_SETTLE_SECONDS)
         late = sum(_remove(holdings, scopes, is_whole=is_whole).values())
-    states = [read_cache(address) for address in _find_instances(arguments)]
+    states = []
+    for address in instances:
+        try:
+            states.append(read_cache(address))
+        except PoolUnavailable as exc:
+            troubles.append(str(exc))
     _report(arguments, removed, late, [each for each in states if is_whole or _may_hold(each, scopes, arguments)])
     if not all(are_marked):
         troubles.append(
@@ -129,6 +142,11 @@ def _find_scopes(arguments: argparse.Namespace, holdings: Holdings) -> list[Scop
         return find_scope(arguments, holdings)
     if arguments.namespace or names_prefix(arguments):
         raise ConfigError("--all removes the blocks of all namespaces; leave out --all, or --namespace and the prefix")
+    if holdings.has_other_tenants:
+        raise ConfigError(
+            "the master does not separate tenants, so --all would remove the blocks of all tenants; name the tenant's "
+            "namespaces with --namespace (kvstore ls shows digests), or give --tenant default to remove them all"
+        )
     return [Scope(digest, None) for digest in read_catalogue(holdings).namespaces]
 
 

@@ -19,6 +19,7 @@ from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder
 from tests.kvstore_backend.cli.operator.pools import stored_keys as stored
 from tests.support.json_http import Asked, JsonServer
 from tests.support.memory import Memory
+from tests.support.ports import free_ports
 
 FIRST, SECOND = space("first"), space("second")
 PROMPT = list(range(12))
@@ -239,6 +240,36 @@ def test_a_routers_instances_are_asked_and_cleared_by_it(tmp_path: Path, url: st
         )
         answers["/admin/clear_prefix_cache"] = 401, {}
         assert "cleared no caches; it answered with status 401" in kvstore("clear", url, *named, "--caches").sentence
+
+
+def test_an_instance_that_does_not_answer_hides_no_count(tmp_path: Path, url: str, kvstore: Commands) -> None:
+    [port] = free_ports(1)
+    ended = kvstore("clear", url, "--namespace", FIRST.digest, "--instances", f"127.0.0.1:{port}")
+    assert ended.output == f"3 blocks removed of namespace {FIRST.digest}\n"
+    assert ended.sentence.startswith(f"no instance answers at 127.0.0.1:{port}: ")
+    assert count(tmp_path) == {"first": 0, "second": 3}
+
+
+@pytest.mark.parametrize("flags", [[], ["--caches"]])
+def test_a_router_that_does_not_answer_is_noticed_before_a_removal(
+    tmp_path: Path, url: str, kvstore: Commands, flags: list[str]
+) -> None:
+    [port] = free_ports(1)
+    ended = kvstore("clear", url, "--namespace", FIRST.digest, "--router", f"127.0.0.1:{port}", *flags)
+    assert ended.sentence.startswith(f"no router answers at 127.0.0.1:{port}: ")
+    assert count(tmp_path) == {"first": 3, "second": 3}
+    assert not list((tmp_path / "pool").glob("blocks/*/kvstore-cleared*"))
+
+
+def test_a_pool_that_is_named_after_the_instances_is_not_taken_for_one(
+    tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folder_url(tmp_path / "other")
+    fill_pool(load_config(other), FIRST, PROMPT)
+    monkeypatch.setenv("KVSTORE_FILE_PATH", str(tmp_path / "pool"))
+    ended = kvstore("clear", "--namespace", FIRST.digest, "--instances", "127.0.0.1:1", other)
+    assert ended.sentence.startswith(f"--instances has {other!r}, which is not HOST:PORT; write the configuration")
+    assert count(tmp_path) == {"first": 3, "second": 3}
 
 
 def test_a_pool_that_takes_no_mark_is_cleared_and_said_so(

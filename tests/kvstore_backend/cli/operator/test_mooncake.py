@@ -85,6 +85,23 @@ def test_blocks_are_listed_pinned_and_removed(
     assert not left & set(keys)
 
 
+@pytest.mark.usefixtures("owner")
+def test_all_blocks_of_a_tenant_are_not_those_of_all_tenants(
+    mooncake_master: MooncakeMaster, namespace: Namespace, kvstore: Commands
+) -> None:
+    there = pool(mooncake_master)
+    keys = [
+        key
+        for tenant in ("a", "b")
+        for key in fill_pool(mooncake_master.config(global_segment_size=0, tenant_id=tenant), namespace, PROMPT)
+    ]
+    ended = kvstore("clear", *there, "--tenant", "a", "--all")
+    assert ended.sentence.startswith("the master does not separate tenants, so --all would remove the blocks of all")
+    assert set(keys) <= set(MasterAdmin(there[-1]).stream_keys())
+    assert kvstore("clear", *there, "--tenant", "a", "--namespace", keys[0].split("-")[1]).status == 0
+    assert set(keys) & set(MasterAdmin(there[-1]).stream_keys()) == set(keys[3:])
+
+
 def test_a_damaged_block_is_not_written_again(
     mooncake_master: MooncakeMaster, owner: StorageBackend, namespace: Namespace, kvstore: Commands
 ) -> None:
