@@ -279,7 +279,7 @@ class Sequence:
         return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)
 
     def list_ungathered(self, first: int, last: int) -> list[range]:
-        """Return the ranges of places from ``first`` to ``last - 1`` that are not in ``gathered``."""
+        """Return the ranges of places from ``first`` to ``last - 1`` whose blocks must be saved (not ``gathered``)."""
         if not self.gathered:
             return [range(first, last)]
         return list(join_runs([i for i in range(first, last) if i not in self.gathered]))

@@ -438,7 +438,7 @@ class Scheduler:
     def _preempt_sequence(self, sequence: Sequence) -> None:
         (self.running if sequence.state is State.RUNNING else self.ready).remove(sequence)
         log.debug(
-            "request %s: preempted after %d computed tokens, because an older request needs its blocks",
+            "request %s: preempted after %d computed tokens, because no blocks are free for running requests",
             *(sequence.request.request_id, sequence.num_computed),
         )
         self._wait_anew(sequence)

@@ -124,7 +124,7 @@ class Registration:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """The fields that a process never changes. If another registration differs in them, its process is another."""
+        """The fields that a process never changes. A registration with other values comes from another process."""
         return (
             *(self.role, self.connector_port, self.rdma_ports, self.device_ids, self.transfer_protocol, self.tp_size),
             *(self.version, self.metrics_port, self.address.tls, self.fields.get("engine_worker_queue_port")),

@@ -35,7 +35,7 @@ class _Known:
     """Version of the registration or of the removal."""
     orders: Orders = _NO_ORDERS
     ordered: Version = NEVER
-    """Version of ``orders``."""
+    """Version of the operator commands ``orders``."""
     noted_at: float = -math.inf
 
 

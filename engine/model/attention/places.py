@@ -40,7 +40,7 @@ class AttentionForm:
         joined_bytes: groups of decodes up to this size may have decodes of very different lengths; all are padded to
             the longest. In larger groups the longest decode is at most twice as long as the shortest.
         has_causal_kernels: whether the device has kernels that compute the causal mask of a chunk by themselves. Then
-            the padding of decodes is also masked by a bias of KV's dtype. Otherwise both masks are of bool.
+            the mask for the padding of decodes is a bias of KV's dtype. Otherwise all masks are of bool.
     """
 
     max_gathered_bytes: int
