@@ -54,7 +54,7 @@ class RequestTrace:
 
 
 LegRecord: TypeAlias = "tuple[str, Role, ExchangeRecord, int]"
-"""One leg of an attempt: key and role of its instance, its exchange, and the id of its span (0 without a span).
+"""One leg of an attempt, the part at one instance: key and role of the instance, exchange, id of the span or 0.
 
 The leg of a prefill instance may end later than the request. A leg is a plain tuple, because that is fastest, and each
 request to a pair creates two of them.

@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry: one for each request, for each of its attempts, and for each leg of an attempt.
+"""Spans for OpenTelemetry: for each request, each of its attempts, and each leg (part of an attempt at one instance).
 
 While a request is served, the router only creates ids for the header ``traceparent``, so that the spans of an instance
 become children of the span of its leg. The router creates its spans later from the records of ended requests, a few at
