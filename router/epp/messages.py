@@ -158,7 +158,7 @@ def end_with_trailers(*, is_request: bool) -> Any:
 def pass_on(message: Any) -> Iterable[Any]:
     """Return the answers to ``message``, a part of a response that the gateway forwards unchanged.
 
-    A part of a request has no answer.
+    The result is empty if ``message`` is a part of a request.
     """
     kind = message.WhichOneof("request")
     if kind == "response_headers":

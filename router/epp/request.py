@@ -167,7 +167,7 @@ class GatewayRequest(ClientRequest):
             self._read(b"", True)
 
     def on_client_gone(self) -> None:
-        """Handle the end of the gateway's stream. If the request is not complete, it is aborted."""
+        """Handle the end of the gateway's stream: end the request if its response is not complete."""
         super().on_client_gone()
         # This breaks reference cycles, which only the garbage collector could free.
         self.gateway = self._exchange = self.on_served = None

@@ -183,7 +183,7 @@ class LargeBody:
             yield first, last, first in self._blank_cuts
 
     def _check_exactly(self) -> Generator[None, None, int]:
-        """Count commas, brackets and quotes outside of texts only, and store which parts of texts can be removed."""
+        """Scan the body like ``weigh_values``, but only outside of texts. Store which parts of texts can be removed."""
         data, size = self._data, len(self._data)
         weight, start, in_text, is_clean = 0, 0, False, False
         while start < size:

@@ -433,7 +433,7 @@ class RouterProtocol(HttpToolsProtocol):
 
     @property
     def _is_reading(self) -> bool:
-        """Return whether a request has arrived in part, or no request has arrived yet."""
+        """Return whether the router waits for the rest of a request, or for the first request of the connection."""
         request: Any = self.cycle  # uvicorn's type has no None
         return self._undigested > 0 or request is None or (request.more_body and not request.response_complete)
 

@@ -423,7 +423,7 @@ class BlockTree:
 
 
 def _find_name_before(run: Run, place: int) -> int | None:
-    """Return the name of the block before the one at ``place``; None if there is none, or if it has no name."""
+    """Return the name of the block before ``run.hashes[place]``; None if there is no such block, or it has no name."""
     owner = run
     if not place:
         if run.before is None:

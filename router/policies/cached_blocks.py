@@ -306,7 +306,7 @@ class CachedBlocks(BlockTree):
         return found
 
     def _find_block_end(self, chunk: int) -> tuple[Run, int]:
-        """Return the run in which an associated chunk ends, and the number of tokens up to the end of its block."""
+        """Return the run in which an associated chunk ends, and the number of tokens to the end of its last block."""
         run = self._run_of_chunk[chunk]
         num_blocks = max(1, math.ceil((run.chunks[chunk] - run.start) / run.size))
         return run, min(run.end, run.start + num_blocks * run.size)

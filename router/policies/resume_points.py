@@ -1,9 +1,9 @@
 """ResumePoints: learns from ``usage`` how much of a known prefix an instance, or the pool, can use.
 
 An instance can continue a prompt only at a position for which all layers still have the KV or the state that they need.
-In a model with windows or recurrent layers, this position may be far before the end of the prefix that the instance has
-computed. Either a block of a window was evicted, or the recurrent layers have stored no state at the position where two
-prompts begin to differ.
+In a model with sliding windows or recurrent layers, this position may be far before the end of the prefix that the
+instance has computed. Either a block of a window was evicted, or the recurrent layers have stored no state at the
+position where two prompts begin to differ.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _End(NamedTuple):
     """What was learned about one prefix at one instance."""
 
     resumed: int
-    """Number of leading chunks that the last response had cached."""
+    """Number of leading chunks that were cached, according to the last response."""
     responses: int
-    """Number of successive responses that had fewer chunks cached than the prefix has."""
+    """Number of successive responses that reported fewer cached chunks than the prefix has."""
     counted_at: float
     """Time at which the last of these responses was counted."""
 

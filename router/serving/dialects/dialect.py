@@ -103,7 +103,7 @@ class Pair(ABC):
 
 
 def members_to_strip(parsed: ParsedRequest, *more: str) -> list[str]:
-    """Return the members in the client's request that no instance may get, because they connect the legs of a pair."""
+    """Return the members to remove from the request: ``OF_PAIRS``, which only the router sets, and ``more``."""
     assert parsed.body is not None
     given = parsed.body.members
     return [name for name in (*OF_PAIRS, *more) if name in given]

@@ -3,7 +3,7 @@
 A segment ends when its instance preempts the request (FastDeploy's ``pd_reschedule``), dies or hangs, or completes the
 response. After an interruption, the router sends the request again, with the tokens generated so far as the end of the
 prompt. The next engine responds with the text of new tokens only. Its usage counts the tokens that were sent again as
-prompt tokens, and its ``max_tokens`` starts from 0 again. The mergers turn the segments into one response. They are
+prompt tokens, and it does not count them for ``max_tokens``. The mergers turn the segments into one response. They are
 pure functions of bytes, without I/O.
 
 The merged response must be exact. If a response that is not streamed cannot be continued exactly, it is generated again

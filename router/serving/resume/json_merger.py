@@ -157,7 +157,7 @@ class ResponseMerger:
         self._ids, self._text = [], ""
 
     def _drop_last(self, ids: list[int]) -> None:
-        """Drop the last id, because the text ends within a character.
+        """Drop the last of ``ids``, because their text ends within a character. Set ``ids_to_detokenize`` to the rest.
 
         After too many dropped ids, discard all tokens, so that the response is generated from the beginning.
         """
