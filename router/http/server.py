@@ -645,10 +645,10 @@ class RouterProtocol(HttpToolsProtocol):
         return path
 
     def _normalize_target(self) -> str:
-        """Remove a final slash and a fragment. Return the path; ``""`` if the control plane has to refuse the request.
+        """Remove a final slash and a fragment from the target. Return the path; ``""`` if it is still not normal.
 
-        With them, an instance might read the path in another way than the router, or redirect the client to its own
-        address.
+        An instance might read a path that is not normal in another way than the router, or redirect the client to its
+        own address. For ``""``, the control plane refuses the request.
         """
         target, question_mark, query = self.url.partition(b"#")[0].partition(b"?")
         if path_of(target)[1:].endswith("/"):
