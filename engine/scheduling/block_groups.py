@@ -60,12 +60,12 @@ class BlockGroups:
         return range(min(last, max(first, self.groups[number].find_first_needed(last * self.block_size))), last)
 
     def count_held_blocks(self, num_tokens: int) -> int:
-        """Return the number of blocks, in all groups, that a sequence of ``num_tokens`` computed tokens needs."""
+        """Return how many blocks of all groups a sequence must hold to continue after ``num_tokens`` tokens."""
         end = -(-num_tokens // self.block_size)
         return sum(end - group.find_first_needed(num_tokens) for group in self.groups)
 
     def list_held_blocks(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return group index and place of all blocks that a sequence of ``num_tokens`` computed tokens needs.
+        """Return group index and place of all blocks that a sequence must hold to continue after ``num_tokens`` tokens.
 
         The blocks are ordered by place. The last block of each group may be partly filled.
         """

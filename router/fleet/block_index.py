@@ -119,7 +119,7 @@ class _Source(NamedTuple):
 
 
 class _Names:
-    """The names of a prompt's blocks. A name is computed only when it is used."""
+    """The names of a prompt's blocks: hashes of all tokens up to the block's end, computed only when they are used."""
 
     def __init__(self, tokens: bytes, block_size: int, seed: int) -> None:
         self._known: list[int] = []

@@ -195,7 +195,7 @@ class TablePlan:
 
     Args:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
-        form: the form of attention on the device.
+        form: the settings of attention for the device.
         number: the index of the group.
         group: the group.
         chunks: the chunks of the step.
