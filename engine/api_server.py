@@ -66,7 +66,7 @@ def _load_instance(args: EngineArgs, around: Surroundings, connector: socket) ->
     """Create the instance and load its model.
 
     ``around`` has the router, the pool and the checkpoint; ``connector`` is the bound socket of the connector port.
-    This function imports ``engine.serving.instance``, because that module loads torch and transformers, which takes
+    Only this function imports ``engine.serving.instance``: that module loads torch and transformers, which takes
     seconds.
     """
     from engine.serving.instance import Instance

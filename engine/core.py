@@ -240,7 +240,7 @@ class EngineCore:
         self._commands.put(reserve)
 
     def cancel_reservation(self, reservation: Reservation, *, clear: bool) -> None:
-        """Release a reservation. Any thread may call this, after all writes of other instances to its blocks.
+        """Release a reservation. Any thread may call this, when no other instance writes to its blocks any more.
 
         Use ``clear`` if another instance may have written to the blocks: it sets them to zero, because a partly
         written number can be NaN, and attention multiplies masked positions by 0: 0 times NaN is NaN.
@@ -425,12 +425,11 @@ class EngineCore:
                 self._connector.start_save(chunk.sequence)
 
     def _withdraw_broken_blocks(self, sequence: Sequence) -> None:
-        """Remove from prefix cache and pool the blocks of a failed sequence, from the first one with NaN or infinity
-        on.
+        """Remove the first broken block of a failed sequence, and all later ones, from prefix cache and pool.
 
-        They have blocks of earlier chunks of the prompt, which were cached before the logits showed the failure. If the
-        sequence has released a block, and the prefix cache has evicted it, the pool may still have it. Such a block
-        cannot be checked; it counts as broken if the block after it is broken.
+        A block is broken if it has a NaN or an infinity. Blocks of earlier chunks of the prompt were cached before the
+        logits showed the failure. If the sequence has released a block, and the prefix cache has evicted it, the pool
+        may still have it. Such a block cannot be checked; it counts as broken if the block after it is broken.
         """
         groups, hashes, blocks = self.scheduler.groups, sequence.hashes(), self.scheduler.blocks
         first = last = sequence.num_published

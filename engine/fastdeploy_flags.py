@@ -154,7 +154,7 @@ _NEWER_FLAGS: dict[str, _Flag] = {
 """Flags of FastDeploy after version 2.6. They cannot be abbreviated: that would make abbreviations of 2.6 ambiguous."""
 
 IN_FLOAT32 = ("--lm_head-fp32", "--moe-gate-fp32")
-"""Accepted flags that compute a part of the model in float32. They change nothing only with ``--dtype float32``."""
+"""Flags that compute a part of the model in float32: accepted with ``--dtype float32``, otherwise refused."""
 
 _SHARED = (
     *("--port", "--host", "--metrics-port", "--model", "--served-model-name", "--tokenizer", "--max-model-len"),

@@ -7,8 +7,8 @@ program takes seconds and always writes the same bytes. The model has three prop
 - The answer depends on attention. Queries and keys are scaled so that each head attends to a few distant positions. So
   a wrong byte in a cached block changes the words that follow.
 - The text of an answer encodes to the token ids that were generated. Only whole English words are likely, and each is
-  one token with its leading space. So if a client sends an answer back in the next turn of a conversation, that turn
-  finds the blocks that were generated in this turn.
+  one token with its leading space. So if a client sends an answer back in the next turn of a conversation, the instance
+  finds the blocks of that answer in its cache.
 - The greedy token does not depend on rounding: the difference between the two highest logits is far larger than
   float32's rounding errors. So answers do not depend on the division of the work into batches and blocks.
 

@@ -227,7 +227,10 @@ class StreamOptions(Body):
 
 
 class DisaggregateInfo(Body):
-    """FastDeploy's field ``disaggregate_info``: the pair that the router chose. Unused members are left out here."""
+    """FastDeploy's field ``disaggregate_info``: the pair that the router chose.
+
+    Only members that are used are defined.
+    """
 
     prefill_ip: str | None = None
     decode_ip: str | None = None

@@ -52,8 +52,8 @@ class PoolUnavailable(KVStoreError):
     """Error: the store could not be opened. The message is one sentence with the address or folder, and a remedy.
 
     Attributes:
-        pause_seconds: time that callers should wait before they try again to open the store, because a failed try stops
-            the whole process for a moment.
+        pause_seconds: time that callers should wait before they try again to open the store, because a failed try
+            blocks the whole process for a moment.
     """
 
     def __init__(self, message: str, pause_seconds: float = 0.0) -> None:

@@ -60,7 +60,8 @@ class Manifest:
         fields: fields of the ``Namespace``, by name. Another version of this package may have other fields.
         facts: further information for operators, by name.
         block_format: version of the format of the namespace's blocks.
-        written_at: time of the first write, in UTC as ``2026-11-22T15:04:05Z``; empty: not written yet.
+        written_at: time at which an instance wrote the manifest, in UTC as ``2026-11-22T15:04:05Z``; empty: not written
+            yet.
     """
 
     fields: Mapping[str, str | int]

@@ -30,7 +30,7 @@ class ManifestKeeper:
     """Keeps the manifest of one namespace in a pool, from the first ``attach_store`` until ``close``.
 
     Args:
-        manifest: the manifest; the time of its first write is added.
+        manifest: the manifest, without a time; each write adds the current time.
         period: seconds between two checks whether the pool has the manifest.
     """
 

@@ -47,9 +47,9 @@ class BlockPool:
 
     **When a call returns, the caller owns the memory again.** A native call cannot be interrupted: after its deadline,
     it may still read or write the memory (it is *late*). So ``get_blocks``, ``save`` and ``put_blocks`` wait until the
-    late call has ended, and then return the statuses that they had at the deadline (``FAILED``). The wait has no limit,
-    because the caller uses the memory for other blocks after the call, and a late read would overwrite them. The
-    process can end during the wait (``threads.py``).
+    late call has ended; its blocks still have the status ``FAILED``. The wait has no limit, because the caller uses the
+    memory for other blocks after the call, and a late read would overwrite them. The process can end during the wait
+    (``threads.py``).
 
     Calls could return at the deadline if all bytes were copied through the pool's own memory, but copies make every
     call slower: on 2 cores, 32 reads of 1 MiB from a Mooncake client's own memory reached 6.4 GB/s without a copy, and
@@ -147,8 +147,8 @@ class BlockPool:
     ) -> list[Status]:
         """Store block ``i`` from ``sources[i]``. Unlike ``save``, this does not look the blocks up first.
 
-        With ``keep_seconds``, also write blocks that the pool has already, and pin all blocks for this time: a pinned
-            block is evicted only if the pool has no other block to evict. ``get_blocks`` describes ``wait``.
+        With ``keep_seconds``, also write blocks that the pool has already, and pin all blocks for this time. A pinned
+        block is evicted only if the pool has no other block to evict. ``get_blocks`` describes ``wait``.
 
         Raises:
             ValueError: the numbers of hashes and sources differ, a source is empty or has a negative size, or

@@ -59,8 +59,8 @@ class SharedParts:
         receiver: receives hand-overs of prompts.
         memory: the blocks for direct transfers, or None if hand-overs go only through the pool.
         tracer: creates spans, or None if requests are not traced.
-        live: the generations that are running, in the order of their start. They are not found by their ids, because
-            clients may use an id twice.
+        live: the generations that are running, in the order of their start. Ids do not identify them, because clients
+            may use an id twice.
     """
 
     core: EngineCore

@@ -215,7 +215,7 @@ class KvEventPublisher:
         return {**endpoints, "topic": self._config.topic, "block_size": block_size}
 
     def _send_batches(self) -> None:
-        """Send queued batches, and answer requests for earlier batches, until ``stop`` ends the context."""
+        """Send queued batches, and answer requests for earlier batches, until ``stop`` ends ZeroMQ's context."""
         import zmq
 
         topic = self._config.topic.encode()

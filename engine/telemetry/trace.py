@@ -62,7 +62,7 @@ def _describe_ranges(sequence: Sequence) -> Iterator[str]:
 
 
 def _explain_rest(sequence: Sequence) -> str:
-    """Explain why the last tokens were computed, if they fill no block before the prompt's last token; else ""."""
+    """Explain why the prompt's last tokens were computed, if the reason is that they do not fill a block; else ""."""
     tail = (sequence.num_prompt_tokens - 1) % sequence.block_size + 1
     rest = sequence.num_prompt_tokens - sum(count for _, count in sequence.prompt_sources)
     if rest != tail:

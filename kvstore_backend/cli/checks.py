@@ -73,7 +73,7 @@ _SSD_SHARE = 0.9
 
 
 def check_library(settings: MooncakeSettings) -> Iterator[Finding]:
-    """Check that Mooncake's library can be loaded, and supports the configured metadata server and ``ha_backend``."""
+    """Check that Mooncake's library can be loaded, and supports the configured metadata server and master election."""
     missing = {name: package for name, package in _SYSTEM_LIBRARIES.items() if not _can_load(name)}
     for name, package in missing.items():
         yield fail("library", f"Mooncake needs {name}, which is missing", f"on Debian: apt-get install {package}")

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _conclude(usable: bool, is_tried: bool, arguments: argparse.Namespace) -> str:
     """Return the last line of the output: whether the pool can be used.
 
-    ``is_tried`` says that a trial has moved a block.
+    ``is_tried`` says whether the pool was tried with a block.
     """
     if arguments.cards is not None and arguments.config is None:
         return f"a pool of these cards {'can' if usable else 'cannot'} be built; only memory sizes were computed"

@@ -220,7 +220,7 @@ def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _overriding_source(file: _Source, environment: _Source) -> _Source:
-    """Return the environment's protocol as a source that overrides the file; empty if file or environment has none."""
+    """Return a source with only the environment's protocol, to override the file's; empty if one of them has none."""
     both = {"protocol"} & file.values.keys() & environment.values.keys()
     return _Source({name: environment.values[name] for name in both}, environment.place)
 

@@ -438,8 +438,9 @@ def _is_quantized(model: str, server: Mapping[str, object]) -> bool:
 def _read_device(is_quantized: bool) -> dict[str, str]:
     """Return the kind of this GPU if it decides in which format SGLang calculates.
 
-    With quantized weights it decides whether activations are quantized, too. On AMD's GPUs it also decides what the
-    bytes of fp8 KV mean: e4m3fnuz on MI300, e4m3fn on later ones, even if the settings name the other format.
+    With quantized weights, the kind of GPU decides whether activations are quantized, too. On AMD's GPUs it also
+    decides what the bytes of fp8 KV mean: e4m3fnuz on MI300, e4m3fn on later ones, even if the settings name the other
+    format.
     """
     architecture = find_architecture()
     is_amds = architecture.startswith("gfx")

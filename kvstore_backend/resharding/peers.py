@@ -159,7 +159,7 @@ class _PeerLookup:
         return (key for keys in self._keys for key in keys)
 
     def find_run(self, statuses: Sequence[Status], first: int, blocks: range, answers: Iterator[Status]) -> Run:
-        """Return the leading blocks of the prompt that are in the pool in one of the two shardings.
+        """Return the leading blocks of the prompt that the pool has, each in the own or in the other sharding.
 
         Args:
             statuses: the pool's answers for blocks of the own sharding.

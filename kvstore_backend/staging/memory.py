@@ -131,11 +131,11 @@ class _Lane:
         self.ring = Ring(device, registry, self.capacity, nbytes, depth)
 
     def fetch(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
-        """Copy ``blocks`` from KV memory to the buffer, after the event ``after``; return the event of the end."""
+        """Copy ``blocks`` from KV memory to the buffer, after the event ``after``; return an event for the end."""
         return self._copy(buffer, blocks, after, [self._gather, self._copy_to_host])
 
     def deliver(self, buffer: Buffer, blocks: Sequence[int], after: Event | None) -> Event:
-        """Copy the buffer to ``blocks`` in KV memory, after the event ``after``; return the event of the end."""
+        """Copy the buffer to ``blocks`` in KV memory, after the event ``after``; return an event for the end."""
         return self._copy(buffer, blocks, after, [self._copy_to_device, self._scatter])
 
     def _copy(

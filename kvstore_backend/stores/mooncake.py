@@ -67,9 +67,10 @@ class MooncakeStore(StorageBackend):
     ``remove`` returns ``FAILED`` while a client has a lease on the key (by default 10 s after each look-up or read).
     With ``force``, ``remove`` frees the memory even during a read, and the reader may then get other bytes.
 
-    A call of the native client after its end crashes the process. So this class counts the running calls, and ``close``
-    waits for them. Closing the native client takes one to two seconds and holds Python's global lock (GIL). Without a
-    master it would take about 15 s, so the native client then stays open until the process ends.
+    A call to the native client after it was closed crashes the process. So this class counts the running calls, and
+    ``close`` waits for them. Closing the native client takes one to two seconds and holds Python's global lock (GIL).
+    If no master answers, it would take about 15 s; so ``close`` then leaves the native client open until the process
+    ends.
 
     ``put`` returns ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: the value may
     become readable only a moment later.

@@ -240,7 +240,7 @@ def _explain_failed_setup(settings: MooncakeSettings, code: int) -> str:
 
 
 def send_http_probe(address: str) -> bytes | None:
-    """Send an HTTP request to ``host:port``; return the first bytes of the response, or None without one in time.
+    """Send an HTTP request to ``host:port``; return the first bytes of the response, or None if none arrives in time.
 
     A Mooncake master closes the connection without a response, so for a master the result is ``b""``.
 

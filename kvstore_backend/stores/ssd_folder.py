@@ -1,8 +1,8 @@
 """Folder of Mooncake's SSD offload. An owner that joins the pool again must wait, or it loses the blocks in its folder.
 
 A client that joins reports the blocks in its folder to the master. For 10 s after a client ended, the master still
-lists the blocks as blocks of the ended client (Mooncake 0.3.13). During this time the master ignores the report of the
-new client, and after it the master forgets the blocks. So a new client waits before it joins.
+lists the blocks as blocks of the ended client (Mooncake 0.3.13). During these 10 s the master ignores the report of the
+new client, and then it forgets the blocks. So a new client waits before it joins.
 
 Each process locks a file in the folder, its *mark*, and writes to it when it leaves the pool. A mark without a lock
 belongs to an ended process, and says for how long the new client must wait.

@@ -1,6 +1,7 @@
 """Gives every call a deadline, and stops the use of a pool that hangs or fails (circuit breaker).
 
-A pool that hangs or dies delays callers by one deadline; later calls fail immediately, until the pool answers again.
+A pool that hangs or dies delays each caller by one deadline; later calls fail immediately, until the pool answers
+again.
 
 Native calls cannot be interrupted. Each runs on a worker thread. Its caller waits until the deadline and then gets
 ``FAILED``. The call is *late* then: it may still write to or read from the memory of its arguments. Two rules make late

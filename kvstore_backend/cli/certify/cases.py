@@ -23,7 +23,7 @@ from kvstore_backend.cli.certify.tampering import Tampering
 __all__ = ["Case", "NoAnswer", "Result", "Trial", "list_cases"]
 
 _MANY = 4
-"""Number of different prompts from which on the right answers must not all be equal; else no error would show."""
+"""If a case has at least this number of different prompts, the right answers must not all be equal."""
 _BEGIN = 0.25
 """Fraction of the prompts that are answered when a fault begins."""
 

@@ -84,7 +84,7 @@ class LoadedAdapters:
         return False
 
     def take_digests(self) -> dict[Adapter, bytes | None]:
-        """Return the digests of files that are new since the last call, by adapter.
+        """Return the digests that were computed since the last call, by adapter.
 
         The value is None for an adapter whose files have changed.
         """
@@ -210,7 +210,7 @@ def name_blocks(
         adapter: digest of the request's LoRA adapter; empty if the request has no adapter.
         epoch: random bytes that give this instance's blocks other names after its weights were changed in place; empty
             if the weights were not changed.
-        group: identification of a KV cache group; empty if the model has one group, with full attention.
+        group: bytes that identify the KV cache group; empty if the model has one group, with full attention.
     """
     if not adapter and not epoch and not group:
         return list(block_hashes)

@@ -225,7 +225,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None  # blocks that are being saved are pinned, so vLLM may release its own references
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must make further steps: the end of a transfer is reported only in a step.
+        """Return whether vLLM must make further steps: this connector reports the end of a transfer only in a step.
 
         A transfer that hangs needs no steps.
         """

@@ -633,7 +633,15 @@ class SchedulerHalf:
         self._plan_save_of(tracked, named, first, end, blocks())
 
     def _plan_save_of(self, tracked: _Tracked, named: Sequence[bytes], first: int, end: int, table: Any) -> None:
-        """Plan to save blocks ``first`` to ``end`` of a request, with their names and the request's block table."""
+        """Plan to save blocks ``first`` to ``end`` of a request.
+
+        Args:
+            tracked: the request.
+            named: names of these blocks in the pool.
+            first: index of the first block.
+            end: index after the last block.
+            table: ids of all blocks of the request.
+        """
         if self._has_null(table[first:end]):
             # vLLM has replaced blocks of the request by the null block, which may have any bytes.
             tracked.is_stale = True

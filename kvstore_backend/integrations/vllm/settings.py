@@ -83,9 +83,10 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
 
 
 def _describe_special(vllm_config: Any) -> dict[str, object]:
-    """Return values for the namespace, by ``<class>.<field>``, that replace the own values of these fields.
+    """Return values for the namespace, by ``<class>.<field>``, that replace the values of these fields.
 
-    The own values would separate instances with equal blocks, or would be equal in instances with different blocks.
+    With the fields' own values, instances with equal blocks would have different namespaces, or instances with
+    different blocks would have the same namespace.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     is_plain = load.load_format == "auto" or (
