@@ -149,9 +149,7 @@ class Instance:
         )
 
     def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:
-        """Return the object that moves blocks in direct transfers; None if the role is mixed, or if it cannot be
-        opened.
-        """
+        """Return the object for direct transfers of blocks; None if the role is mixed, or if it cannot be opened."""
         if self.args.splitwise_role == "mixed":
             return None
         try:

@@ -174,9 +174,7 @@ class FileStore(StorageBackend):
             os.close(file)
 
     def _block_path(self, key: str) -> str:
-        """Return the path of a key's file. The file name is the key in percent-encoding, or a hash if that is too
-        long.
-        """
+        """Return the path of a key's file. Its name is the key in percent-encoding, or a hash if that is too long."""
         name = quote(key, safe="")
         if len(name) > _MAX_NAME_LENGTH:
             name = "=" + hashlib.sha256(name.encode()).hexdigest()
