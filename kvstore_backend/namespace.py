@@ -156,7 +156,9 @@ def parse_key(key: str) -> tuple[bytes, bytes]:
     return parts
 
 
-def fingerprint_model(folder: str | Path) -> str:
+def fingerprint_model(
+    folder: str | Path, configuration: str | Path | None = None, *, needs_weights: bool = True
+) -> str:
     """Return a digest of a checkpoint folder: of its configuration, its code, and samples of its weights.
 
     Two fine-tunes of one model have the same configuration, tensor names and file sizes, so the digest must depend on
@@ -165,12 +167,17 @@ def fingerprint_model(folder: str | Path) -> str:
     minutes. A copy of the folder has the same digest. The samples may miss it if a program changes a few weights in
     place; use ``Namespace.weights_version`` for such changes.
 
+    Args:
+        folder: the folder of the checkpoint.
+        configuration: the folder with the configuration and the code, if it is another one.
+        needs_weights: whether a folder without weights is refused.
+
     Raises:
         ConfigError: the folder, its config.json or its weights are missing or cannot be read.
     """
     digest = hashlib.sha256(b"kvstore.model.v1\0")
     try:
-        for piece in _read_identity(Path(folder)):
+        for piece in _read_identity(Path(folder), Path(configuration or folder), needs_weights):
             digest.update(len(piece).to_bytes(8, "little") + piece)
     except OSError as exc:
         raise ConfigError(f"{exc.filename} cannot be read: {exc.strerror}") from exc
@@ -189,8 +196,9 @@ def fingerprint_config(folder: str | Path) -> str:
 def mark_changed_weights(version: str, folder: str | Path, age: float | None = None) -> str:
     """Return ``Namespace.weights_version`` for weights that this process loaded from a checkpoint's folder.
 
-    If a file has changed after the process began, the process may have loaded other weights than those that
-    ``fingerprint_model`` reads. The result then belongs to this process alone, and a warning is logged.
+    If a file, or a symbolic link to it, has changed after the process began, the process may have loaded other weights
+    than those that ``fingerprint_model`` has read before. The result then belongs to this process alone, and a warning
+    is logged. New times of the folder itself, unless its entries are new, mean that it was renamed.
 
     Args:
         version: the version of the weights without such a change.
@@ -199,16 +207,21 @@ def mark_changed_weights(version: str, folder: str | Path, age: float | None = N
     """
     now = time.time()
     since = now - (_find_age() if age is None else age)
-    files = [Path(folder, "config.json"), *_list_settings(Path(folder)), *_list_weights(Path(folder))]
+    folder = Path(folder).absolute()
+    files = [_find_configuration(folder), *_list_settings(folder), *_list_weights(folder)]
+    links = [path for path in (*files, folder, *folder.parents) if path.is_symlink()]
     try:
-        changed = next((path for path in files if since < path.stat().st_ctime <= now), None)
-    except FileNotFoundError as exc:
-        changed = Path(exc.filename)
+        times = [(path, path.stat().st_ctime) for path in files] + [(path, path.lstat().st_ctime) for path in links]
+        if (stat := folder.stat()).st_mtime <= since:
+            times.append((folder, stat.st_ctime))
+        changed = next((path for path, changed in times if since < changed <= now), None)
+    except OSError as exc:
+        changed = Path(exc.filename or folder)
     if changed is None:
         return version
     logger.warning(
-        "%s has changed since this process began, so the process may have loaded other weights than those in the "
-        "folder now; it shares no blocks until it restarts",
+        "%s has changed (its content, name, owner or permissions) since this process began, so the process may have "
+        "loaded other weights than those in the folder now; it shares no blocks until it restarts",
         changed,
     )
     return f"{version} {uuid.uuid4()}".strip()
@@ -223,18 +236,18 @@ def _find_age() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") - 0.1)
 
 
-def _read_identity(folder: Path) -> Iterator[bytes]:
+def _read_identity(folder: Path, configuration: Path, needs_weights: bool) -> Iterator[bytes]:
     """Yield the bytes from which the fingerprint of a checkpoint is computed, in a fixed order."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {str(folder)!r} does not exist")
-    yield _read_configuration(folder)
-    for path in _list_settings(folder):
+    yield _read_configuration(configuration)
+    for path in _list_settings(configuration):
         yield path.name.encode()
         yield path.read_bytes()
     for index in sorted(folder.glob("*.index.json")):
         yield index.read_bytes()
     weights = _list_weights(folder)
-    if not weights:
+    if not weights and needs_weights:
         raise ConfigError(f"model folder {str(folder)!r} has no weights ({', '.join(_WEIGHTS)})")
     for path in weights:
         size = path.stat().st_size
@@ -261,9 +274,15 @@ def _list_weights(folder: Path) -> list[Path]:
     return sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
 
 
+def _find_configuration(folder: Path) -> Path:
+    """Return the path of config.json; of params.json if a folder in Mistral's format has only this file."""
+    path, other = folder / "config.json", folder / "params.json"
+    return other if other.exists() and not path.exists() else path
+
+
 def _read_configuration(folder: Path) -> bytes:
     """Return the members of config.json that can change the model's results, as JSON in a fixed order."""
-    path = folder / "config.json"
+    path = _find_configuration(folder)
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -110,12 +110,17 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         # storage_config.model_name is --served-model-name, which may be the path of another model.
         model = _find_model(str(extra.get("model_path") or server.get("model_path") or storage_config.model_name or ""))
         checkpoint = fingerprint_model(model)
-        self._weights_version = mark_changed_weights(self._weights_version, model)
         settings = read_settings(
             {**_list_adapters(server), **_read_variables(), **_read_device(_is_quantized(model, server))},
             {*CANNOT_CHANGE_KV, *IN_OTHER_FIELDS},
             FILE_SETTINGS,
         )
+        # SGLang itself downloads the files of models that are not folders.
+        folders = [model] if Path(str(server.get("model_path") or model)).is_dir() else []
+        draft = server.get("speculative_draft_model_path")
+        folders += [str(draft)] if draft and draft != model and Path(str(draft)).is_dir() else []
+        for folder in folders:
+            self._weights_version = mark_changed_weights(self._weights_version, folder)
         self._model = digest_settings(checkpoint, settings)
         self._facts = {
             **collect_facts(model, f"SGLang {sglang_version}", "SGLang", checkpoint=checkpoint),
@@ -430,8 +435,9 @@ def _read_variables() -> dict[str, str]:
 
 def _is_quantized(model: str, server: Mapping[str, object]) -> bool:
     """Return whether a server's weights are quantized, by its settings or by the files of the checkpoint ``model``."""
-    config = Path(model, "config.json").read_text()
-    is_marked = any(f'"{name}"' in config for name in ("quantization_config", "compression_config"))
+    files = [Path(model, name) for name in ("config.json", "params.json")]  # the second one is in Mistral's format
+    config = "".join(path.read_text() for path in files if path.exists())
+    is_marked = any(f'"{name}"' in config for name in ("quantization_config", "compression_config", "quantization"))
     return is_marked or bool(server.get("quantization")) or Path(model, "hf_quant_config.json").exists()
 
 

@@ -5,6 +5,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,30 @@ def test_a_folder_without_weights_is_refused_as_any_model_could_be_meant(tmp_pat
         fingerprint_model(tmp_path / "m")
 
 
+def test_a_folder_may_lack_weights_that_are_elsewhere(tmp_path: Path) -> None:
+    (checkpoint(tmp_path / "m") / "model.safetensors").unlink()
+    other = checkpoint(tmp_path / "other", config={"hidden_size": 8})
+    (other / "model.safetensors").unlink()
+    one, two = (fingerprint_model(folder, needs_weights=False) for folder in (tmp_path / "m", other))
+    assert one != two
+
+
+def test_the_configuration_may_be_in_another_folder(tmp_path: Path) -> None:
+    folder, other = checkpoint(tmp_path / "m"), checkpoint(tmp_path / "other", config={"hidden_size": 8})
+    whole = fingerprint_model(folder)
+    shutil.move(folder / "config.json", tmp_path)
+    assert fingerprint_model(folder, tmp_path) == whole != fingerprint_model(folder, other)
+
+
+def test_a_folder_in_mistrals_format_counts_by_params_json(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", file="consolidated.safetensors")
+    (folder / "config.json").rename(folder / "params.json")
+    before = fingerprint_model(folder)
+    (folder / "params.json").write_text('{"dim": 8}')
+    assert fingerprint_model(folder) != before
+    assert mark_changed_weights("", folder, age=0) == ""
+
+
 @pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[1]", "must contain one JSON object")])
 def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, sentence: str) -> None:
     (checkpoint(tmp_path / "m") / "config.json").write_text(content)
@@ -210,7 +236,56 @@ def test_weights_that_changed_after_the_start_belong_to_one_process(
     marked = {mark_changed_weights("2", folder, age=3600) for _ in range(2)}
     assert len(marked) == 2
     assert all(version.startswith("2 ") for version in marked)
-    assert f"{folder / 'config.json'} has changed since this process began" in caplog.text
+    assert f"{folder / 'config.json'} has changed (" in caplog.text
+
+
+def swap_link(parent: Path) -> None:
+    (parent / "new").symlink_to("v2")
+    (parent / "new").rename(parent / "current")
+
+
+def swap_folder(parent: Path) -> None:
+    (parent / "v1").rename(parent / "old")
+    (parent / "v2").rename(parent / "v1")
+
+
+def swap_file(parent: Path) -> None:
+    (parent / "v1/new").symlink_to("../v2/model.safetensors")
+    (parent / "v1/new").rename(parent / "v1/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_marked"),
+    [
+        (swap_link, True),
+        (swap_folder, True),
+        (swap_file, True),
+        (lambda parent: (parent / "v1/README.md").touch(), False),
+        (lambda parent: (parent / "v1/config.json").unlink(), True),
+    ],
+    ids=["link", "folder", "file", "another file", "removed"],
+)
+def test_older_weights_that_took_the_place_of_those_that_were_loaded_count_as_changed(
+    tmp_path: Path, change: Callable[[Path], object], is_marked: bool
+) -> None:
+    """Their files have not changed, only their names have."""
+    checkpoint(tmp_path / "v1")
+    checkpoint(tmp_path / "v2")
+    (tmp_path / "current").symlink_to("v1")
+
+    def wait_for_later_times() -> float:
+        """The time of a new file, some steps of the kernel's clock after all before."""
+        before = time.time()
+        while True:
+            (tmp_path / "clock").touch()
+            if (now := (tmp_path / "clock").stat().st_ctime) > before + 0.05:
+                return now
+
+    began = wait_for_later_times()
+    assert mark_changed_weights("", tmp_path / "current", age=time.time() - began) == ""
+    wait_for_later_times()
+    change(tmp_path)
+    assert (mark_changed_weights("", tmp_path / "current", age=time.time() - began) != "") is is_marked
 
 
 def test_a_process_began_before_its_own_files_and_after_older_ones(tmp_path: Path) -> None:

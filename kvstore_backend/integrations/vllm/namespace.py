@@ -19,10 +19,16 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvstore_backend.groups import Group
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
-from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint, is_quantized
+from kvstore_backend.integrations.vllm.settings import (
+    collect_settings,
+    find_configuration,
+    fingerprint_checkpoint,
+    is_quantized,
+    list_foreign_weights,
+)
 from kvstore_backend.integrations.vllm.support import list_specs
 from kvstore_backend.manifest import collect_facts
-from kvstore_backend.namespace import Namespace, fingerprint_model, mark_changed_weights
+from kvstore_backend.namespace import Namespace, mark_changed_weights
 from kvstore_backend.resharding import ShardingFamily, find_family
 from kvstore_backend.resharding.family import HEAD
 
@@ -93,12 +99,14 @@ def build_namespace(
     backends = {
         f"{layers[name].get_attn_backend().get_name()} {getattr(layers[name], 'isa', '')}".strip() for name in kv_caches
     }
-    folder = find_checkpoint(model, vllm_config.load_config.download_dir)
-    version = str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", ""))
-    if Path(model.model).is_dir():  # vLLM itself downloads the files of other models
-        version = mark_changed_weights(version, folder)
-    digest = hashlib.sha256(fingerprint_model(folder).encode())
+    digest = hashlib.sha256(fingerprint_checkpoint(model, vllm_config).encode())
     digest.update(json.dumps(_collect_settings(vllm_config), sort_keys=True).encode())
+    version = str(vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version", ""))
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    for name in {each.model: each for each in (model, draft) if each is not None}:
+        # vLLM itself downloads the files of other models; weights_version stands for weights that are elsewhere.
+        if Path(name).is_dir() and not list_foreign_weights(vllm_config):
+            version = mark_changed_weights(version, name)
     return Namespace(
         model=digest.hexdigest()[:32],
         kv_dtype=f"{cache.cache_dtype} {getattr(spec, 'dtype', 'states')}".replace("torch.", ""),
@@ -134,10 +142,12 @@ def find_readable_family(vllm_config: Any, namespace: Namespace, memory: KVMemor
 
 def collect_instance_facts(vllm_config: Any) -> dict[str, str]:
     """Return facts for the manifest: about the checkpoint, and the settings that are part of ``Namespace.model``."""
-    folder = find_checkpoint(vllm_config.model_config, vllm_config.load_config.download_dir)
+    model = vllm_config.model_config
+    place = None if list_foreign_weights(vllm_config) else vllm_config.load_config.download_dir
+    folder = find_configuration(model, place)
     settings = {f"setting {name}": value for name, value in _collect_settings(vllm_config).items()}
     software = f"vLLM {vllm.__version__}"
-    return collect_facts(folder, software, "vLLM", checkpoint=fingerprint_model(folder), **settings)
+    return collect_facts(folder, software, "vLLM", checkpoint=fingerprint_checkpoint(model, vllm_config), **settings)
 
 
 def _collect_settings(vllm_config: Any) -> dict[str, object]:

@@ -13,12 +13,21 @@ from kvstore_backend.config import PRECISION_VARIABLES, select_variables
 from kvstore_backend.integrations.vllm.fields import IGNORED_VARIABLES, collect_fields, describe_config
 from kvstore_backend.namespace import fingerprint_model
 
-__all__ = ["collect_settings", "find_checkpoint", "is_quantized"]
+__all__ = [
+    "collect_settings",
+    "find_checkpoint",
+    "find_configuration",
+    "fingerprint_checkpoint",
+    "is_quantized",
+    "list_foreign_weights",
+]
 
 # Load formats with the same result: each reads the checkpoint's safetensors, if the checkpoint has any. But if it has
 # files in Mistral's format, only "auto" reads these.
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
 _MISTRAL_FILES = "consolidated*.safetensors"
+# Load formats with which vLLM reads weights from a file of another name, or from another process.
+_FOREIGN_FORMATS = ("ipc_cache", "modelexpress", "tensorizer")
 # Kinds of rotary embeddings that depend on ``max_model_len`` in some models, for all prompts.
 _ROPES_BY_LENGTH = ("longrope", "dynamic")
 # Without another setting, Llama 4 scales queries by position if ``max_model_len`` is larger (vLLM 0.32's llama4.py).
@@ -47,7 +56,7 @@ def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[st
     """
     settings = collect_fields(vllm_config, _describe_special(vllm_config))
     settings |= _describe_generation(vllm_config.model_config)
-    settings |= _describe_other_weights(vllm_config.model_config, vllm_config.load_config.download_dir)
+    settings |= _describe_other_weights(vllm_config)
     counted = {*_MORE_VARIABLES, *variables} - IGNORED_VARIABLES
     return settings | {f"environment {name}": value for name, value in select_variables(counted).items()}
 
@@ -82,6 +91,32 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
         ) from exc
 
 
+def find_configuration(model: Any, download_dir: str | None = None) -> Path:
+    """Return the folder with a model's config.json, of which vLLM's ``--download-dir`` has only the weights."""
+    folder = find_checkpoint(model, download_dir)
+    is_there = any((folder / name).exists() for name in ("config.json", "params.json"))
+    return folder if is_there else find_checkpoint(model)
+
+
+def list_foreign_weights(vllm_config: Any) -> list[str]:
+    """Return the settings with which vLLM reads weights that are not in the model's folder."""
+    loads = [vllm_config.load_config, getattr(vllm_config.speculative_config, "draft_load_config", None)]
+    formats = [f"--load-format {load.load_format}" for load in loads if load and load.load_format in _FOREIGN_FORMATS]
+    weights = vllm_config.model_config.model_weights
+    return [*formats, f"model_weights {weights}"] if weights else formats
+
+
+def fingerprint_checkpoint(model: Any, vllm_config: Any) -> str:
+    """Return the fingerprint of the checkpoint of ``model``, a ``ModelConfig`` of the instance.
+
+    If vLLM reads weights elsewhere, ``weights_version`` stands for them, and the folder may have none.
+    """
+    if list_foreign_weights(vllm_config):
+        return fingerprint_model(find_checkpoint(model), needs_weights=False)
+    place = vllm_config.load_config.download_dir
+    return fingerprint_model(find_checkpoint(model, place), find_configuration(model, place))
+
+
 def _describe_special(vllm_config: Any) -> dict[str, object]:
     """Return values for the namespace, by ``<class>.<field>``, that replace the values of these fields.
 
@@ -105,7 +140,7 @@ def _describe_special(vllm_config: Any) -> dict[str, object]:
         # Usually the same as the model's dtype; then prompts without adapters share blocks with other instances.
         special["LoRAConfig.lora_dtype"] = None if loras.lora_dtype in ("auto", model.dtype) else str(loras.lora_dtype)
     if (drafts := vllm_config.speculative_config) is not None:
-        special["SpeculativeConfig.draft_model_config"] = _describe_draft(drafts, model, load.download_dir)
+        special["SpeculativeConfig.draft_model_config"] = _describe_draft(drafts, vllm_config)
     if (media := model.multimodal_config) is not None and media.mm_encoder_fp8_scale_path:
         special["MultiModalConfig.mm_encoder_fp8_scale_path"] = _describe_file(media.mm_encoder_fp8_scale_path)
     return special
@@ -124,26 +159,27 @@ def _describe_generation(model: Any) -> dict[str, object]:
     return {f"generation_config {name}": value for name, value in counted.items()}
 
 
-def _describe_other_weights(model: Any, download_dir: str | None) -> dict[str, object]:
+def _describe_other_weights(vllm_config: Any) -> dict[str, object]:
     """Return fingerprints of weights outside the checkpoint's own files: of models that it names, and of subfolders."""
+    model, place = vllm_config.model_config, vllm_config.load_config.download_dir
     names = {name: str(getattr(model.hf_config, name, None) or "") for name in _OTHER_MODELS}
-    folders = {
-        name: find_checkpoint(SimpleNamespace(model=text, revision=None), download_dir)
+    found = {
+        name: fingerprint_checkpoint(SimpleNamespace(model=text, revision=None), vllm_config)
         for name, text in names.items()
         if text
     }
     for architecture in getattr(model.hf_config, "architectures", None) or ():
-        if (name := _SUBFOLDERS.get(architecture)) and (folder := find_checkpoint(model, download_dir) / name).is_dir():
-            folders[name] = folder
-    return {f"weights in {name}": fingerprint_model(folder) for name, folder in folders.items()}
+        if (name := _SUBFOLDERS.get(architecture)) and (folder := find_checkpoint(model, place) / name).is_dir():
+            found[name] = fingerprint_model(folder, find_configuration(model, place) / name)
+    return {f"weights in {name}": fingerprint for name, fingerprint in found.items()}
 
 
-def _describe_draft(drafts: Any, model: Any, download_dir: str | None) -> str | None:
+def _describe_draft(drafts: Any, vllm_config: Any) -> str | None:
     """Return the fingerprint of the draft model; None without a draft model, or if it uses the model's own weights."""
     draft = drafts.draft_model_config
-    if draft is None or draft.model == model.model:
+    if draft is None or draft.model == vllm_config.model_config.model:
         return None
-    return fingerprint_model(find_checkpoint(draft, download_dir))
+    return fingerprint_checkpoint(draft, vllm_config)
 
 
 def _describe_file(path: str) -> str:

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.groups import Group
 from kvstore_backend.integrations.vllm.memory import GroupedMemory, KVMemory
+from kvstore_backend.integrations.vllm.settings import list_foreign_weights
 
 __all__ = [
     "check_support",
@@ -40,8 +41,6 @@ _HASHES = ("sha256", "sha256_cbor")
 # Kinds of attention in which the KV of a token does not depend on later tokens. Classes that derive from these are
 # refused, because they may differ.
 _FULL = (FullAttentionSpec, MLAAttentionSpec)
-# Load formats with which vLLM reads weights from a file of another name, or from another process.
-_FOREIGN_FORMATS = ("ipc_cache", "modelexpress", "tensorizer")
 _SPECS = (*_FULL, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 
 
@@ -66,10 +65,7 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError("--calculate-kv-scales gives each instance different scales, so blocks cannot be shared")
-    loads = [vllm_config.load_config, getattr(vllm_config.speculative_config, "draft_load_config", None)]
-    elsewhere = [f"--load-format {load.load_format}" for load in loads if load and load.load_format in _FOREIGN_FORMATS]
-    if vllm_config.model_config.model_weights:
-        elsewhere.append(f"model_weights {vllm_config.model_config.model_weights}")
+    elsewhere = list_foreign_weights(vllm_config)
     if elsewhere and not vllm_config.kv_transfer_config.kv_connector_extra_config.get("weights_version"):
         raise ConfigError(
             f"with {elsewhere[0]} vLLM reads weights that are not in the model's folder, so this connector cannot "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -232,6 +233,26 @@ def test_weights_that_changed_while_a_server_loaded_them_are_not_shared(
     assert len({*namespaces(before, attach(HostMemory()), attach(HostMemory()))}) == 3
 
 
+def test_weights_that_a_server_downloads_itself_are_shared(
+    integration: Any, attach: Attach, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The download is younger than the process, which downloads it if SGLang has only a name at a hub."""
+    monkeypatch.setattr(integration, "mark_changed_weights", mark_changed_weights)
+    serve({"model_path": "owner/name"})
+    one, other = (attach(HostMemory(), {"model_path": str(model)}) for _ in range(2))
+    assert len({*namespaces(one, other)}) == 1
+
+
+def test_a_draft_model_that_changed_while_it_was_loaded_is_not_shared(
+    integration: Any, attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = shutil.copytree(model, tmp_path / "draft")
+    monkeypatch.setattr(integration, "mark_changed_weights", lambda version, folder: f"{version} {folder}")
+    serve({"model_path": str(model), "speculative_draft_model_path": str(draft)})
+    backend = attach(HostMemory())
+    assert backend._pools[False].namespace.weights_version.split() == [str(model), str(draft)]
+
+
 def test_servers_that_serve_two_models_under_the_path_of_one_share_no_pages(
     attach: Attach, model: Path, tmp_path: Path
 ) -> None:
@@ -394,6 +415,19 @@ def test_quantized_weights_are_shared_by_one_kind_of_gpus(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         found += namespaces(attach(HostMemory()))
     assert (found[0] == found[1]) is is_shared
+
+
+def test_quantized_weights_in_mistrals_format_are_shared_by_one_kind_of_gpus(
+    attach: Attach, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "config.json").unlink()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    found = []
+    for text in ("{}", '{"quantization": {"qformat_weight": "fp8_e4m3"}}'):
+        (model / "params.json").write_text(text)
+        found.append("setting device architecture" in attach(HostMemory())._facts)
+    assert found == [False, True]
 
 
 def test_amds_gpus_share_pages_with_their_own_kind(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:

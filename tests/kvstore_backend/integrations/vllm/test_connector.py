@@ -681,6 +681,46 @@ class TestTwoInstances:
         with contextlib.closing(VllmInstance(make_config(folder, tmp_path / "pool"))) as other:
             assert other.rank.namespace.digest != two[0].rank.namespace.digest
 
+    def test_weights_that_change_while_they_are_sampled_are_not_shared(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """So the times of the files are read after the samples."""
+        steps: list[str] = []
+        sample = namespace_module.fingerprint_checkpoint
+
+        def note_sample(*each: Any) -> str:
+            steps.append("samples")
+            return str(sample(*each))
+
+        def note_times(version: str, name: str) -> str:
+            steps.append(name)
+            return version
+
+        monkeypatch.setattr(namespace_module, "fingerprint_checkpoint", note_sample)
+        monkeypatch.setattr(namespace_module, "mark_changed_weights", note_times)
+        config = make_config(folder, tmp_path / "pool")
+        draft = checkpoint(tmp_path / "draft")
+        config.speculative_config = make_plain(SpeculativeConfig)
+        object.__setattr__(config.speculative_config, "method", "eagle")
+        draft_config = SimpleNamespace(model=str(draft), revision=None)
+        object.__setattr__(config.speculative_config, "draft_model_config", draft_config)
+        with contextlib.closing(VllmInstance(config)):
+            assert steps[:3] == ["samples", str(folder), str(draft)]
+
+    def test_weights_elsewhere_have_only_the_version_that_the_operator_gives(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM streams them (s3://), and each of its processes writes the other files to a folder of its own again."""
+        monkeypatch.setattr(namespace_module, "mark_changed_weights", mark_changed_weights)
+        (folder / "model.safetensors").unlink()
+        digests = []
+        for version in ("1", "1", "2"):
+            config = make_config(folder, tmp_path / "pool", weights_version=version)
+            object.__setattr__(config.model_config, "model_weights", "s3://models/a")
+            with contextlib.closing(VllmInstance(config)) as instance:
+                digests.append(instance.rank.namespace.digest)
+        assert digests[0] == digests[1] != digests[2]
+
     @pytest.mark.parametrize(("cache_dtype", "is_shared"), [("auto", True), ("fp8", False)])
     def test_quantized_kv_of_other_kinds_of_gpus_has_another_namespace(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_dtype: str, is_shared: bool

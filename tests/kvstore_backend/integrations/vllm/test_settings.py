@@ -12,7 +12,13 @@ import pytest
 from kvstore_backend import ConfigError
 from kvstore_backend.config import PRECISION_VARIABLES
 from kvstore_backend.integrations.vllm.fields import IGNORED_VARIABLES
-from kvstore_backend.integrations.vllm.settings import collect_settings, find_checkpoint, is_quantized
+from kvstore_backend.integrations.vllm.settings import (
+    collect_settings,
+    find_checkpoint,
+    find_configuration,
+    fingerprint_checkpoint,
+    is_quantized,
+)
 from kvstore_backend.namespace import fingerprint_model
 from tests.kvstore_backend.integrations.vllm.test_fields import make_kind
 from tests.kvstore_backend.test_namespace import checkpoint
@@ -212,6 +218,31 @@ class TestCheckpoints:
         monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
         assert find_checkpoint(SimpleNamespace(model="a/b", revision="r"), "/cache") == Path("/cache/snapshot")
         assert asked == [("a/b", {"revision": "r", "cache_dir": "/cache", "local_files_only": True})]
+
+    def test_a_download_folder_of_weights_has_its_configuration_in_hugging_faces_own_cache(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With --download-dir vLLM downloads only weights to there."""
+        whole, weights = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "weights")
+        (weights / "config.json").unlink()
+
+        def snapshot_download(name: str, *, cache_dir: str | None, **more: object) -> str:
+            return str(weights if cache_dir else whole)
+
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+        config = TestSpecialFields.make(load_config__download_dir="/data")
+        config.model_config.model, config.model_config.model_weights = "a/b", ""
+        assert find_configuration(config.model_config, "/data") == whole
+        assert fingerprint_checkpoint(config.model_config, config) == fingerprint_model(whole)
+
+    def test_weights_that_vllm_reads_elsewhere_need_not_be_in_the_folder(self, tmp_path: Path) -> None:
+        (checkpoint(tmp_path / "m") / "model.safetensors").unlink()
+        config = TestSpecialFields.make()
+        config.model_config.model, config.model_config.model_weights = str(tmp_path / "m"), "s3://models/a"
+        assert fingerprint_checkpoint(config.model_config, config)
+        config.model_config.model_weights = ""
+        with pytest.raises(ConfigError, match="has no weights"):
+            fingerprint_checkpoint(config.model_config, config)
 
     def test_a_name_at_modelscope_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Hugging Face's cache may have other weights under the same name."""
