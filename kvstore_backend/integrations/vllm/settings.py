@@ -40,6 +40,8 @@ _SUBFOLDERS = {"MiMoV2OmniForCausalLM": "audio_tokenizer", "MoonshotKimiaForCaus
 # frames of one model on XHS_VIDEO_JPEG_QUALITY.
 _MORE_VARIABLES = ("PYTHONHASHSEED", "XHS_VIDEO_JPEG_QUALITY", *PRECISION_VARIABLES)
 _PLAIN_KV = ("auto", "bfloat16", "float16", "float32")
+# Kinds of quantization that only compress weights: every GPU calculates with the model's dtype.
+_PLAIN_QUANTIZATION = (None, "auto_awq", "auto_gptq", "awq", "awq_marlin", "gptq", "gptq_marlin")
 
 
 def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[str, object]:
@@ -64,7 +66,7 @@ def collect_settings(vllm_config: Any, variables: Iterable[str] = ()) -> dict[st
 def is_quantized(vllm_config: Any) -> bool:
     """Return whether weights or KV are quantized, so that vLLM may calculate in another format on another GPU."""
     model = vllm_config.model_config
-    is_plain = model.quantization is None and model.quantization_config is None
+    is_plain = model.quantization in _PLAIN_QUANTIZATION and model.quantization_config is None
     return not is_plain or vllm_config.cache_config.cache_dtype not in _PLAIN_KV
 
 

@@ -167,6 +167,8 @@ class TestSpecialFields:
         [
             ({}, False),
             ({"model_config__quantization": "fp8"}, True),
+            ({"model_config__quantization": "awq_marlin"}, False),
+            ({"model_config__quantization": "gptq", "cache_config__cache_dtype": "fp8"}, True),
             ({"model_config__quantization_config": {"linear": "fp8"}}, True),
             ({"cache_config__cache_dtype": "fp8_e4m3"}, True),
             ({"cache_config__cache_dtype": "bfloat16"}, False),
