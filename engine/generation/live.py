@@ -29,7 +29,7 @@ class MixedGeneration(Generation):
 PAUSED = "Request is aborted since LLM Engine is paused; resume this instance with POST /v1/resume"
 """Error message of a paused instance. The beginning is FastDeploy's, because scripts of its users look for it."""
 
-BROKEN = "an update of this instance's weights failed halfway; load them again with POST /v1/wakeup"
+BROKEN = "an update of this instance's weights failed before it was complete; load them again with POST /v1/wakeup"
 """Error message of an instance with incomplete weights."""
 
 _ID_PREFIXES = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")

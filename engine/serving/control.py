@@ -3,8 +3,8 @@
 - Pause: abort running requests, refuse new requests, and clear the prefix cache.
 - Sleep: pause, and free the memory of the weights or of KV blocks.
 - Update of weights: load the weights that are now in the checkpoint's folder, while the instance is paused. KV of the
-  old weights is not used afterwards. If an update fails halfway, the instance is broken: it refuses all requests until
-  the weights are loaded again.
+  old weights is not used afterwards. If an update fails before it is complete, the instance is broken: it refuses all
+  requests until the weights are loaded again.
 """
 
 from __future__ import annotations

@@ -18,8 +18,11 @@ __all__ = [
 
 # Maximum number of tokens that a prefill instance generates, even with speculative decoding.
 MAX_PREFILL_TOKENS = 8
-MIN_HANDED_OVER_TOKENS = 256
-"""A prompt with this number of tokens has at least one whole block, with the usual block sizes."""
+MIN_HANDED_OVER_TOKENS = 2048
+"""A prompt with this number of tokens has at least one whole block.
+
+Blocks of most models have 16 to 256 tokens. In vLLM, those of models with recurrent layers have about 1,000.
+"""
 
 NO_MEMBERS: Mapping[str, bytes] = {}
 # Members that only the router may set. With its own values, a client could make an instance exchange KV with any host.
