@@ -59,7 +59,7 @@ def test_a_stream_that_waits_for_its_first_token_gets_comments(make_router: Make
     text = split_comments(response)
     assert json.loads(text.split("\n\n")[0].removeprefix("data: "))["choices"][0]["delta"] == {"content": "hello"}
     assert text.endswith("data: [DONE]\n\n")
-    wait_until(lambda: router.app.audit.records)
+    wait_until(lambda: router.app.audit.records, "the record")
     record = router.app.audit.records[-1]
     assert (record.status, record.streamed, record.error) == (200, True, "")
     assert record.first_byte_ms >= 2 * SECONDS * 1e3  # a comment is no token
