@@ -385,7 +385,7 @@ class Connection(asyncio.Protocol):
         self._keep_alive = False
         # State of the response that is being received:
         self._headers: Headers = []
-        self._head_bytes = 0  # received bytes of an incomplete head
+        self._undigested = 0  # bytes received since the head, or since the last piece of the body
         self._has_length = False  # whether a header says where the body ends
         self._has_options = False  # whether the header "connection" names further headers
         self._is_informational = False  # whether the status is 1xx, so that another head follows
@@ -444,6 +444,7 @@ class Connection(asyncio.Protocol):
             self.abort()  # after bytes that no request asked for, the connection is not safe to use
             return
         error = None
+        self._undigested += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -452,12 +453,9 @@ class Connection(asyncio.Protocol):
             # The context is an error that ``on_headers_complete`` raised.
             error = BadResponse(f"{self.address} sent a response that is not valid HTTP: {exc.__context__ or exc}")
         exchange, pieces = self._exchange, self._pieces
-        if not exchange.status and error is None:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
-                error = BadResponse(
-                    f"{self.address} sent more than {HEAD_BYTES} bytes without a complete response head"
-                )
+        if self._undigested > HEAD_BYTES and error is None:
+            missing = "the end of its body" if exchange.status else "a complete response head"
+            error = BadResponse(f"{self.address} sent more than {HEAD_BYTES} bytes without {missing}")
         body = b""
         if pieces:
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -524,20 +522,21 @@ class Connection(asyncio.Protocol):
             return
         self._keep_alive = self._parser.should_keep_alive() and not exchange.fresh
         exchange.on_head(status, end_to_end(self._headers, NOT_PASSED_BACK) if self._has_options else self._headers)
-        self._headers, self._head_bytes = _DROPPED, 0  # trailers, after a chunked body, are ignored
+        self._headers, self._undigested = _DROPPED, 0  # trailers, after a chunked body, are ignored
         if exchange.bodiless:
             self._keep_alive = False  # the parser expects a body, which a response to HEAD does not have
             self._is_whole = True
 
     def on_body(self, data: bytes) -> None:
         """Handle httptools's event: a piece of the body has arrived."""
+        self._undigested = 0
         if not self._is_whole:
             self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         """Handle httptools's event: the response is complete."""
         if not self._is_informational:
-            self._is_whole = True
+            self._is_whole, self._undigested = True, 0
 
     def _end_exchange(self) -> None:
         """Return the connection to the pool after a complete response, or close it if it cannot be reused."""

@@ -221,6 +221,16 @@ def test_header_names_are_lower_case_and_repeated_ones_kept(client: Client, stan
         pytest.param(
             b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000, BadResponse, "bytes without", id="endless steps on the way"
         ),
+        *(
+            pytest.param(
+                b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + end, BadResponse, "bytes without", id=name
+            )
+            for name, end in (
+                ("an endless trailer", b"2\r\n{}\r\n0\r\nx: " + 600_000 * b"y"),
+                ("endless trailers", b"2\r\n{}\r\n0\r\n" + 100_000 * b"x: y\r\n"),
+                ("an endless extension", b"2;x=" + 600_000 * b"y"),
+            )
+        ),
         pytest.param(
             b"HTTP/1.1 200 OK\r\n" + 1001 * b"x: y\r\n" + b"content-length: 0\r\n\r\n",
             BadResponse,
