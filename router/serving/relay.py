@@ -103,7 +103,7 @@ class ClientResponse:
         self.hides_usage = self.has_null_usages = False
         """Whether the router has requested the usage, and whether the other events therefore have a null usage."""
         self._request = request
-        self._incomplete = b""  # the beginning of an event that has not arrived completely
+        self._incomplete = bytearray()  # the beginning of an event that has not arrived completely
         self._comment_timer: asyncio.TimerHandle | None = None
         # The last two pieces that arrived, which contain the usage.
         self._before_last = self._last = b""
@@ -148,7 +148,7 @@ class ClientResponse:
     def begin_pieces(self, attempt: Attempt, router_headers: bytes) -> None:
         """Send the head of an attempt's response, unless the client already has one. ``relay_piece`` sends the body."""
         request, exchange = self._request, attempt.answering.exchange
-        self.is_event_stream, self._incomplete = attempt.is_event_stream, b""
+        self.is_event_stream, self._incomplete = attempt.is_event_stream, bytearray()
         if not self.first_byte_at:
             self.first_byte_at = time.perf_counter()
         if not request.response_started:
@@ -175,8 +175,7 @@ class ClientResponse:
         """
         request, is_events = self._request, self.is_event_stream
         if is_events and (self._incomplete or not data.endswith(_EVENT_ENDS)):
-            seen, data = len(self._incomplete), self._incomplete + data
-            data, self._incomplete = (data, b"") if is_end else _split_whole_events(data, seen)
+            data = self._take_whole_events(data, is_end)
         merger = self.merger if isinstance(self.merger, StreamMerger) else None
         usual = merger.feed_usual(data) if merger is not None else None
         failure = None
@@ -339,6 +338,16 @@ class ClientResponse:
         completion = usage.completion_tokens or (self.token_count.tokens if self.token_count is not None else 0)
         return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
 
+    def _take_whole_events(self, data: bytes, is_end: bool) -> bytes:
+        """Return the events that ``data`` completes, and hold the rest. At the end of the stream, return everything."""
+        held = self._incomplete
+        seen = len(held)
+        held += data  # in place, because copying a long event for each of its pieces would block the router
+        end = len(held) if is_end else _find_events_end(held, seen)
+        events = bytes(held[:end])
+        del held[:end]
+        return events
+
     def _correct_usage(self, attempt: Attempt, data: bytes) -> bytes:
         """Replace the cached-token counts in a pair's response by those that prefill has reported.
 
@@ -386,8 +395,10 @@ def _no_continuation(message: str) -> ApiError:
     return ApiError(502, message, "cannot_continue")
 
 
-def _split_whole_events(data: bytes, seen: int = 0) -> tuple[bytes, bytes]:
-    """Split server-sent events after the last complete event.
+def _find_events_end(data: bytes | bytearray, seen: int = 0) -> int:
+    """Return the end of the last complete server-sent event; 0 if there is none.
+
+    Return the end of ``data`` if its only event is incomplete, but too long to be held.
 
     Args:
         data: events; the last event may be incomplete.
@@ -398,11 +409,9 @@ def _split_whole_events(data: bytes, seen: int = 0) -> tuple[bytes, bytes]:
         complete: all of ``data`` is returned as the first value.
     """
     if data.endswith(_EVENT_ENDS):
-        return data, b""
+        return len(data)
     start, end = max(0, seen - _LONGEST_END), 0
     for mark in _EVENT_ENDS:
         if (found := data.rfind(mark, start)) >= 0:
             end = max(end, found + len(mark))
-    if end == 0 and len(data) > EVENT_BYTES:
-        return data, b""
-    return data[:end], data[end:]
+    return len(data) if end == 0 and len(data) > EVENT_BYTES else end

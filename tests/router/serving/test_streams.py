@@ -6,13 +6,15 @@ import asyncio
 import json
 import socket
 import time
+import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.serving.relay import EVENT_BYTES, _split_whole_events
+from router.serving.relay import EVENT_BYTES, ClientResponse, _find_events_end
 from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.router.stand_in import Behaviour, Received, Responder, never_answers, stalls
 from tests.support.waiting import wait_until
@@ -170,8 +172,8 @@ _event_bytes = st.lists(
 
 @given(_event_bytes)
 def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
-    whole, rest = _split_whole_events(data)
-    assert whole + rest == data
+    end = _find_events_end(data)
+    whole, rest = data[:end], data[end:]
     assert not whole or whole.endswith((b"\n\n", b"\r\n\r\n"))
     assert b"\n\n" not in rest
     assert b"\r\n\r\n" not in rest
@@ -179,8 +181,8 @@ def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
 
 @given(_event_bytes, _event_bytes)
 def test_splitting_looks_at_no_more_than_what_is_new(held: bytes, new: bytes) -> None:
-    held = _split_whole_events(held)[1]
-    assert _split_whole_events(held + new, len(held)) == _split_whole_events(held + new)
+    held = held[_find_events_end(held) :]
+    assert _find_events_end(held + new, len(held)) == _find_events_end(held + new)
 
 
 class CountsSearched(bytes):
@@ -199,13 +201,34 @@ class CountsSearched(bytes):
 
 def test_what_was_held_of_an_event_is_not_searched_again() -> None:
     data = CountsSearched(b"x" * 100_000)
-    _split_whole_events(data, len(data) - 10)
+    _find_events_end(data, len(data) - 10)
     assert data.searched < 100
 
 
 def test_an_event_without_end_is_not_held_for_ever() -> None:
     endless = b"x" * (EVENT_BYTES + 1)
-    assert _split_whole_events(endless) == (endless, b"")
+    assert _find_events_end(endless) == len(endless)
+
+
+@given(st.lists(_event_bytes, max_size=6))
+def test_pieces_of_events_are_put_together(pieces: list[bytes]) -> None:
+    response = ClientResponse(SimpleNamespace())  # type: ignore[arg-type]
+    relayed = [response._take_whole_events(piece, is_end=False) for piece in pieces]
+    relayed.append(response._take_whole_events(b"", is_end=True))
+    assert b"".join(relayed) == b"".join(pieces)
+    assert all(each == b"" or each.endswith((b"\n\n", b"\r\n\r\n")) for each in relayed[:-1])
+
+
+def test_a_piece_of_a_long_event_is_not_copied_with_the_pieces_before_it() -> None:
+    response = ClientResponse(SimpleNamespace())  # type: ignore[arg-type]
+    for piece in (b"x" * (EVENT_BYTES // 2), b"x"):
+        response._take_whole_events(piece, is_end=False)
+    tracemalloc.start()
+    try:
+        response._take_whole_events(b"x", is_end=False)
+        assert tracemalloc.get_traced_memory()[1] < EVENT_BYTES // 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_stream_of_announced_length_that_continues_elsewhere_is_longer_than_that(
