@@ -77,6 +77,8 @@ _MOST_CHOICES = 1024
 _USAGE_MARK = b'"usage"'
 # Limit of the bytes of a usage object; no engine sends a longer one.
 _USAGE_BYTES = 2048
+# Limit of a token count. No request has so many tokens, so an instance with such a usage is damaged or hostile.
+_MOST_TOKENS = 100_000_000
 # Names that engines and APIs have for the number of cached prompt tokens.
 _CACHED_NAME = (
     rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
@@ -495,7 +497,7 @@ def read_usage(data: bytes) -> Usage | None:
             return None
     usage = Usage(prompt, completion, cached, found.get("own_cached_tokens"))
     for figure in usage:
-        if figure is not None and (type(figure) is not int or figure < 0):
+        if figure is not None and (type(figure) is not int or not 0 <= figure <= _MOST_TOKENS):
             return None
     return None if usage == _NO_FIGURES else usage
 
