@@ -16,7 +16,8 @@ __all__ = ["StoredResponses"]
 MAX_RESPONSES = 100_000
 # Number of bytes that are searched for the id, which is near the beginning of a response or of its first event.
 _HEAD_BYTES = 4096
-_ID = re.compile(rb'"id"\s*:\s*"(resp_[\w-]{1,200})"')
+# Only the first id counts. A later one may be in a part of the request that the engine repeats, such as its metadata.
+_ID = re.compile(rb'"id"\s*:\s*"(?:(resp_[\w-]{1,200})")?')
 
 
 class StoredResponses:
@@ -42,8 +43,9 @@ class StoredResponses:
             instance: key of the instance that stores the response.
             owner: tag of the client that sent the request; ``""`` if clients have no API keys.
         """
-        if found := _ID.search(data, 0, _HEAD_BYTES):
-            response_id = found.group(1).decode()
+        found = _ID.search(data, 0, _HEAD_BYTES)
+        if found is not None and found[1]:
+            response_id = found[1].decode()
             self.add_response(response_id, instance, owner)
             self._publish(response_id, instance, owner)
 
@@ -55,6 +57,8 @@ class StoredResponses:
             instance: key of the instance.
             owner: tag of the client that sent the request; ``""`` if clients have no API keys.
         """
+        if self._instances.get(response_id, ("", owner))[1] != owner:
+            return  # otherwise an instance could give a client the response of another client
         self._instances[response_id] = instance, owner
         if len(self._instances) > MAX_RESPONSES:
             self._instances.popitem(last=False)

@@ -108,3 +108,16 @@ def test_only_the_last_answers_are_known() -> None:
         kept.add_response(f"resp_{number}", "a:1")
     assert kept.find_instance("resp_0") is None
     assert kept.find_instance(f"resp_{MAX_RESPONSES}") == "a:1"
+
+
+def test_a_client_cannot_claim_the_response_of_another_client() -> None:
+    stored = StoredResponses(lambda _id, _instance, _owner: None)
+    stored.record_response(b'{"id": "resp_a", "metadata": null}', "a:1", "-kalice")
+    # vLLM lets a client choose the id of its response, and repeats the metadata of the request.
+    stored.record_response(b'{"id":"x-kbob","metadata":{"id":"resp_a"}}', "a:1", "-kbob")
+    stored.record_response(b'{"id":"x-kbob","metadata":{"id":"resp_b"}}', "a:1", "-kbob")
+    stored.record_response(b'{"id":"resp_a"}', "b:1", "-kbob")
+    assert stored.find_instance("resp_a") == "a:1"
+    assert stored.is_open_to("resp_a", "-kalice")
+    assert not stored.is_open_to("resp_a", "-kbob")
+    assert not stored.is_open_to("resp_b", "-kbob")
