@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from router.fleet.awake import AwakeClock
-from router.fleet.models import parse_models
+from router.fleet.models import parse_models, read_names
 from router.fleet.registration import NotHealthy, Registration
 from router.fleet.registry import Registry
 from router.fleet.tasks import Tasks, gather_spread
@@ -203,4 +203,4 @@ class HealthMonitor:
             return None
         except ValueError:
             listed = []
-        return frozenset(str(model["id"]) for model in listed if model.get("id"))
+        return read_names(listed)

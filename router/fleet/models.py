@@ -8,7 +8,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,10 +16,15 @@ import orjson
 if TYPE_CHECKING:
     from router.fleet.instance import Instance
 
-__all__ = ["UNLISTED", "ServedModels", "parse_models"]
+__all__ = ["MAX_MODELS", "UNLISTED", "ServedModels", "parse_models", "read_names"]
 
 # Names that mean any model, unless a model has exactly this name. "default" comes from FastDeploy.
 _ANY_NAMES = frozenset({"", "any", "default"})
+
+MAX_MODELS = 10_000
+"""Limit of the models of one instance, because each name costs time in every process."""
+# Limit of the bytes of a list of models, which blocks the router while it is parsed.
+_LIST_BYTES = 4 * 1024 * 1024
 
 UNLISTED = "\0"
 """Name for every model that no instance lists. An instance that does not list its models may serve such a model."""
@@ -29,15 +34,25 @@ def parse_models(data: bytes) -> list[dict[str, Any]]:
     """Return the entries of a list of models in OpenAI's format.
 
     Raises:
-        ValueError: ``data`` has another format.
+        ValueError: ``data`` has another format, or is too long.
     """
+    if len(data) > _LIST_BYTES:
+        raise ValueError(f"the list of models is longer than {_LIST_BYTES} bytes")
     try:
         listed = orjson.loads(data)["data"]
     except (ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"the response is not a list of models: {exc!r}") from None
     if not isinstance(listed, list):
         raise ValueError("the response is not a list of models: its data is not a list")
+    if len(listed) > MAX_MODELS:
+        raise ValueError(f"the list has {len(listed)} models; at most {MAX_MODELS} are read")
     return [model for model in listed if isinstance(model, dict)]
+
+
+def read_names(models: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the names of the models in a list, without those that cannot be printed, because the log shows them."""
+    names = (str(model.get("id") or "") for model in models)
+    return frozenset(name for name in names if name and name.isprintable())
 
 
 class ServedModels:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from router.fleet.models import MAX_MODELS
 from router.http import Address
 
 __all__ = [
@@ -160,7 +161,7 @@ class Registration:
             engine=_parse_name(fields, "engine", EngineKind.FASTDEPLOY),
             bootstrap_port=int(_parse_optional_port(fields, "bootstrap_port") or _BOOTSTRAP_PORT),
             kv_connector=_parse_name(fields, "kv_connector", KvConnector.NIXL),
-            models=frozenset(_parse_strings(fields, "models")),
+            models=_parse_models(fields),
             kv_events=_parse_kv_events(fields.get("kv_events")),
             start_id=str(fields.get("start_id") or ""),
             fields=dict(fields),
@@ -187,6 +188,16 @@ def _parse_kv_events(value: Any) -> Mapping[str, str]:
         example = '{"endpoint": "tcp://host:5557", "replay_endpoint": "tcp://host:5558", "topic": ""}'
         raise RegistrationError(f"kv_events is {value!r}; it must be an object such as {example}")
     return source
+
+
+def _parse_models(fields: Mapping[str, Any]) -> frozenset[str]:
+    models = frozenset(_parse_strings(fields, "models"))
+    if len(models) > MAX_MODELS:
+        raise RegistrationError(f"models has {len(models)} names; at most {MAX_MODELS} are allowed")
+    for name in models:
+        if not name.isprintable():
+            raise RegistrationError(f"models has {name!r}; the characters of a name must be printable")
+    return models
 
 
 def _parse_role(value: Any) -> Role:

@@ -80,7 +80,8 @@ def find_engine_failure(events: bytes) -> tuple[int, str] | None:
         chunk = parse_event(event) if event.find(b'"error"') >= 0 else None
         error = chunk.get("error") if chunk is not None and not chunk.get("choices") else None
         if isinstance(error, dict) and (whole_number(error.get("code")) or 0) >= 500 and not is_preemption(chunk or {}):
-            return place, str(error.get("message", ""))[:_QUOTED_CHARACTERS]
+            message = str(error.get("message", ""))[:_QUOTED_CHARACTERS]
+            return place, "".join(each if each.isprintable() else " " for each in message)  # the log quotes it
         place += len(event)
     return None
 

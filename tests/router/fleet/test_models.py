@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from router.fleet import health
-from router.fleet.models import UNLISTED, ServedModels, parse_models
+from router.fleet.models import MAX_MODELS, UNLISTED, ServedModels, parse_models, read_names
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, streams
 from tests.support.waiting import wait_until
@@ -77,6 +78,16 @@ def test_names_are_told_apart_only_where_there_are_or_were_several(models: Serve
 def test_what_is_no_list_of_models_is_told(data: bytes) -> None:
     with pytest.raises(ValueError, match="the response is not a list of models: "):
         parse_models(data)
+
+
+@pytest.mark.parametrize(("num_models", "name"), [(MAX_MODELS + 1, ""), (1, "x" * 5_000_000)])
+def test_a_list_that_is_too_long_is_not_read(num_models: int, name: str) -> None:
+    with pytest.raises(ValueError, match="list"):
+        parse_models(json.dumps({"data": [{"id": name}] * num_models}).encode())
+
+
+def test_names_that_could_forge_lines_of_the_log_are_left_out() -> None:
+    assert read_names([{"id": "a/b c"}, {"id": "x\n2026 ERROR"}, {"id": "\x1b[31m"}, {"id": ""}, {}]) == {"a/b c"}
 
 
 def names_served(router: RouterUnderTest) -> list[list[str] | None]:

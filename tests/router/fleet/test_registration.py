@@ -98,6 +98,8 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"host_ip": "ftp://10.0.0.1"}, "host_ip is 'ftp://10.0.0.1'"),
         ({"host_ip": "https://10.0.0.1/v1"}, "host_ip is 'https://10.0.0.1/v1'"),
         ({"metrics_port": "x"}, "metrics_port is 'x'"),
+        ({"models": ["a", "b\nc"]}, "models has 'b\\nc'; the characters of a name must be printable"),
+        ({"models": [str(number) for number in range(10_001)]}, "models has 10001 names; at most 10000 are allowed"),
         ({"kv_events": {"endpoint": "tcp://*:1"}}, "kv_events is {'endpoint': 'tcp://*:1'}; it must be an object such"),
         ({"kv_events": {"endpoint": "tcp://-:1"}}, "kv_events is {'endpoint': 'tcp://-:1'}"),
         ({"kv_events": {"endpoint": "ipc://" + "x" * 101}}, "kv_events is {'endpoint': 'ipc://xxx"),

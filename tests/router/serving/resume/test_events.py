@@ -60,6 +60,7 @@ def test_other_events_with_a_usage_stay(kept: dict[str, Any]) -> None:
         ({"error": {"message": "died", "code": 500}}, "died"),
         ({"error": {"message": "died", "code": "503"}, "choices": []}, "died"),
         ({"error": {"code": 500}}, ""),
+        ({"error": {"message": "died\n2026 ERROR \x1b[31mforged", "code": 500}}, "died 2026 ERROR  [31mforged"),
         ({"error": {"message": "x" * 1000, "code": 500}}, "x" * 500),
         ({"error": {"message": "too long", "code": 400}}, None),
         ({"error": {"message": "too long", "code": 499}}, None),
