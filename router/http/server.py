@@ -63,6 +63,12 @@ class DataPlane(Protocol):
     def find_refusal(self, headers: Headers) -> Refused | None:
         """Return why the router refuses a request, judged by its headers before its body arrives; else None."""
 
+    def hold_bytes(self, request: ClientRequest, num_bytes: int) -> Refused | None:
+        """Count bytes of a body that arrives in several pieces. Return why the request is refused; else None."""
+
+    def release_bytes(self, request: ClientRequest) -> None:
+        """Stop counting the bytes of a request's body, because it is served or refused, or its client is gone."""
+
     def serve(self, request: ClientRequest) -> None:
         """Respond to a request that was read completely. Work that has to wait runs in ``ClientRequest.run``."""
 
@@ -113,6 +119,7 @@ class ClientRequest:
         "disconnected",
         "gateway",
         "headers",
+        "held",
         "keep_alive",
         "known_head",
         "message_event",
@@ -157,6 +164,8 @@ class ClientRequest:
         self.body = b""
         self.arriving: bytearray | None = None
         """The part of the body that has arrived, if the body arrives in several pieces."""
+        self.held: tuple[str, int] | None = None
+        """The client and the number of bytes that ``DataPlane.hold_bytes`` has counted; None if it has counted none."""
         self.refusal: Refused | None = None
         """The reason why the request is refused and its body discarded; None if it is not refused."""
         self.on_leave: Callable[[], None] | None = None
@@ -551,14 +560,13 @@ class RouterProtocol(HttpToolsProtocol):
             return
         if is_too_large:
             self._refuse_body(request, Refused(self._too_large()))
-        elif request.arriving is not None:
-            request.arriving += body
-        elif not request.body:
+        elif request.arriving is None and not request.body:
             request.body = body
-        elif (refused := self._data_plane.find_refusal(request.headers)) is not None:
-            self._refuse_body(request, refused)  # otherwise a client without permission could fill the memory
+        elif (refused := self._data_plane.hold_bytes(request, len(request.body) + len(body))) is not None:
+            self._refuse_body(request, refused)  # otherwise a client could fill the memory
         else:
-            request.arriving = bytearray(request.body)
+            if request.arriving is None:
+                request.arriving, request.body = bytearray(request.body), b""
             request.arriving += body
 
     def on_message_complete(self) -> None:
@@ -633,6 +641,7 @@ class RouterProtocol(HttpToolsProtocol):
                 watch.cancel()
         for request in requests:
             if isinstance(request, ClientRequest):
+                self._data_plane.release_bytes(request)
                 request.on_client_gone()
 
     def _find_path(self) -> str:
@@ -675,6 +684,7 @@ class RouterProtocol(HttpToolsProtocol):
     def _refuse_body(self, request: ClientRequest, refused: Refused) -> None:
         """Discard the body of a request, and send the refusal as soon as earlier requests have their responses."""
         request.body, request.arriving = b"", None
+        self._data_plane.release_bytes(request)
         request.refusal = refused
         if not request.response_complete and self._has_its_turn(request):
             request.keep_alive = False
@@ -721,6 +731,7 @@ class RouterProtocol(HttpToolsProtocol):
             self._refuse_body(cycle, cycle.refusal)
         elif not cycle.more_body:
             self._served = cycle
+            self._data_plane.release_bytes(cycle)
             if cycle.method == "OPTIONS" and self._answer_preflight(cycle):
                 return
             self._data_plane.serve(cycle)

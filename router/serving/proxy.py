@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from functools import partial
 
@@ -58,6 +59,9 @@ _log = logging.getLogger("router.serving.request")
 
 # If a check for timeouts runs later than planned by more than this, it is postponed.
 LATE_SECONDS = 0.25
+# Limit of the bytes of one client's bodies that have not arrived completely, or wait for the response to an earlier
+# request of their connection, in one process. It applies if requests are limited; a single body may be larger.
+MAX_HELD_BYTES = 256 * 1024 * 1024
 
 
 class Proxy:
@@ -75,6 +79,7 @@ class Proxy:
         self._stall = services.settings.stream_stall_secs
         self._services = services
         self._live: set[ServingRequest] = set()
+        self._held: Counter[str] = Counter()  # bytes of the bodies in ``MAX_HELD_BYTES``, by client
 
     @property
     def num_requests(self) -> int:
@@ -93,6 +98,30 @@ class Proxy:
         except Refused as refused:
             return refused
         return None
+
+    def hold_bytes(self, request: ClientRequest, num_bytes: int) -> Refused | None:
+        """Count bytes of a body that arrives in several pieces. Return why the request is refused; else None."""
+        try:
+            client = self._services.auth.identify_client(request.headers)
+        except Refused as refused:
+            return refused
+        if client and self._services.admission.is_limited:
+            client, own = request.held or (client, 0)
+            held = self._held[client] + num_bytes
+            if held > MAX_HELD_BYTES and held > own + num_bytes:
+                message = f"the requests that this API key is sending have bodies of more than {MAX_HELD_BYTES} bytes"
+                return Refused(ApiError(429, message, "queue_full"), 1)
+            self._held[client], request.held = held, (client, own + num_bytes)
+        return None
+
+    def release_bytes(self, request: ClientRequest) -> None:
+        """Stop counting the bytes of a request's body."""
+        if request.held is not None:
+            client, own = request.held
+            request.held = None
+            self._held[client] -= own
+            if not self._held[client]:
+                del self._held[client]
 
     def serve(self, request: ClientRequest) -> None:
         """Serve one request."""

@@ -27,6 +27,7 @@ from uvicorn.server import ServerState
 from kvcommon.http_limits import HEAD_BYTES, MAX_HEADERS
 from router.http.api_error import ApiError
 from router.http.server import MAX_PIPELINED, PIECE_BYTES, ClientRequest, RouterProtocol, _Flow, path_of
+from router.serving import proxy
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, answers, never_answers, stalls
 from tests.support import plain_http
@@ -232,6 +233,37 @@ def test_who_expects_to_continue_without_its_key_is_refused_before_it_sends_its_
     assert client.answer()[0] == 401
 
 
+def test_bodies_that_one_client_is_sending_are_limited(
+    make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text("alice: sk-1\nbob: sk-2\n")
+    monkeypatch.setattr(proxy, "MAX_HELD_BYTES", 1000)
+    router = make_router(
+        stand_in(), api_keys_file=str(tmp_path / "keys"), max_concurrent_requests_per_key=1, max_body_bytes=5000
+    )
+
+    held = router.app.proxy._held
+
+    def begin(key: bytes) -> Client:
+        """Send the first 800 bytes of a body, in two chunks."""
+        client = connect(router)
+        client.send(head(b"authorization: Bearer " + key, b"transfer-encoding: chunked"))
+        client.send(b'8\r\n{"pad":"\r\n%x\r\n%s\r\n' % (792, b"x" * 792))
+        return client
+
+    first = begin(b"sk-1")
+    wait_until(lambda: held["alice"] == 800, "the bytes to arrive")
+    assert begin(b"sk-1").error() == (429, "queue_full")
+    for client in (first, begin(b"sk-2")):  # a single body may be larger than the limit
+        client.send(b'%x\r\n%s\r\n2\r\n"}\r\n0\r\n\r\n' % (1200, b"x" * 1200))
+        assert client.status() == 200
+    assert not +held
+    leaving = begin(b"sk-1")
+    wait_until(lambda: held["alice"] == 800, "the bytes to arrive")
+    leaving.sock.close()
+    wait_until(lambda: not +held, "the end of the connection")
+
+
 def test_what_the_control_plane_has_not_taken_of_a_body_pauses_the_reading() -> None:
     """uvicorn resumes it as soon as the application takes the body."""
     paused: list[str] = []
@@ -267,6 +299,8 @@ def test_a_body_is_parsed_in_the_same_step_as_its_head() -> None:
         is_leaving=False,
         takes=lambda path: True,
         find_refusal=lambda headers: None,
+        hold_bytes=lambda request, num_bytes: None,
+        release_bytes=lambda request: None,
         serve=serve,
     )
     app: Any = SimpleNamespace(proxy=plane, cors=None)
