@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from router.fleet.registration import MAX_MODELS
+
 if TYPE_CHECKING:
     from router.fleet.instance import Instance
 
-__all__ = ["MAX_MODELS", "UNLISTED", "ServedModels", "parse_models", "read_names"]
+__all__ = ["UNLISTED", "ServedModels", "parse_models", "read_names"]
 
 # Names that mean any model, unless a model has exactly this name. "default" comes from FastDeploy.
 _ANY_NAMES = frozenset({"", "any", "default"})
 
-MAX_MODELS = 10_000
-"""Limit of the models of one instance, because each name costs time in every process."""
 # Limit of the bytes of a list of models, which blocks the router while it is parsed.
 _LIST_BYTES = 4 * 1024 * 1024
 

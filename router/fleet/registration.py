@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import orjson
 
-from router.fleet.models import MAX_MODELS
 from router.http import Address
 
 __all__ = [
     "ENDPOINT",
+    "MAX_MODELS",
     "EngineKind",
     "KvConnector",
     "NotHealthy",
@@ -26,6 +26,9 @@ __all__ = [
 
 # A host name, an IPv4 address, or an IPv6 address with an optional zone. A scheme may precede it.
 _HOST = re.compile(r"(http://|https://)?([\w.:%-]+)", re.ASCII)
+
+MAX_MODELS = 10_000
+"""Limit of the models of one instance, because each name costs time in every process."""
 
 ENDPOINT = re.compile(r"tcp://(\[[\w:.%]+\]|[A-Za-z0-9][\w.-]*):\d{1,5}|ipc://.{1,100}", re.ASCII)
 """Pattern of a ZeroMQ endpoint to which a process on this or another machine can connect."""

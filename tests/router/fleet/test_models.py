@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from router.fleet import health
-from router.fleet.models import MAX_MODELS, UNLISTED, ServedModels, parse_models, read_names
+from router.fleet.models import UNLISTED, ServedModels, parse_models, read_names
+from router.fleet.registration import MAX_MODELS
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, streams
 from tests.support.waiting import wait_until
