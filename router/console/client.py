@@ -111,36 +111,35 @@ class RouterClient:
 
     async def list_instances(self) -> list[dict[str, Any]]:
         """Return the entries of ``/registered`` for all instances."""
-        listed = (await self._fetch("GET", "/registered")).json()
+        listed = await self._fetch_object("/registered", *ROLES)
         return [instance for role in ROLES for instance in listed[role]]
 
     async def read_shared_state(self) -> str:
         """Return why the router cannot reach the other routers; ``""`` if they can be reached, or if there are none."""
         response = await self._fetch("GET", "/health")
-        return str(response.json().get("shared_state", "")) if response.content else ""
+        return str(self._read_object("/health", response).get("shared_state", "")) if response.content else ""
 
     async def read_drain(self, instance: str) -> dict[str, Any]:
         """Return whether an instance drains, and how many requests the instance is running."""
-        progress: dict[str, Any] = (
-            await self._fetch("GET", f"/admin/drain?instance={quote(instance, safe='')}")
-        ).json()
-        return progress
+        return await self._fetch_object(
+            f"/admin/drain?instance={quote(instance, safe='')}", "state", "running_requests", "draining"
+        )
 
     async def list_requests(self, count: int = 50) -> list[dict[str, Any]]:
         """Return the ``count`` requests that ended last, newest first, in the format of the access log."""
-        listed: list[dict[str, Any]] = (await self._fetch("GET", f"/admin/requests?count={count}")).json()["requests"]
+        listed: list[dict[str, Any]] = (await self._fetch_object(f"/admin/requests?count={count}", "requests"))[
+            "requests"
+        ]
         return listed
 
     async def explain_request(self, request_id: str) -> dict[str, Any]:
         """Return how the instances of an ended request were chosen, and its result."""
-        found: dict[str, Any] = (await self._fetch("GET", f"/admin/explain/{quote(request_id, safe='')}")).json()
-        return found
+        return await self._fetch_object(f"/admin/explain/{quote(request_id, safe='')}")
 
     async def give_order(self, order: str, instance: str, **members: Any) -> dict[str, Any]:
         """Send the operator command ``drain``, ``pause``, ``resume`` or ``weight``. Return the instance's new state."""
-        response = await self._fetch("POST", f"/admin/{order}", {"instance": instance, **members})
-        outcome: dict[str, Any] = response.json()
-        return outcome
+        body = {"instance": instance, **members}
+        return await self._fetch_object(f"/admin/{order}", "state", "running_requests", body=body)
 
     @contextlib.asynccontextmanager
     async def open_chat(self, body: Mapping[str, Any], api_key: str = "") -> AsyncIterator[ChatStream]:
@@ -181,6 +180,20 @@ class RouterClient:
         if is_certificate_refused(exc):
             return UntrustedCertificate(f"the router at {self.url} {CERTIFICATE_REMEDY}: {exc}")
         return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
+
+    async def _fetch_object(self, path: str, *names: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON object of the response to a GET, or to a POST if there is a ``body``, as ``_read_object``."""
+        return self._read_object(path, await self._fetch("GET" if body is None else "POST", path, body), *names)
+
+    def _read_object(self, path: str, response: httpx.Response, *names: str) -> dict[str, Any]:
+        """Return the JSON object of a response. Raise ``RouterError`` if it is none, or lacks one of ``names``."""
+        try:
+            found = response.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not found.keys() >= set(names):
+            raise RouterError(f"the server at {self.url} is not a router, because a router answers {path} otherwise")
+        return found
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:

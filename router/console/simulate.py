@@ -60,6 +60,7 @@ TOKENS_PER_BLOCK = 512
 _INSTANCES_OF_TRACE = 8
 """Number of instances for which the trace is replayed at its own rate. With twice as many, the rate is doubled."""
 _POOL_BLOCKS = 1_000_000
+_MAX_TOKENS = 1 << 53  # a float can have each whole number below
 _REQUESTS_PER_REPORT = 100
 _LINE_SECONDS = 5.0
 
@@ -99,10 +100,10 @@ def _parse_arrival(line: str, where: str) -> Arrival:
     try:
         entry = json.loads(line)
         at, tokens, blocks = entry["timestamp"] / 1000, entry["input_length"], tuple(entry["hash_ids"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         at, tokens, blocks = math.nan, None, ()
     is_chain = all(isinstance(block, int) and 0 <= block < 2**64 for block in blocks)
-    if not (math.isfinite(at) and isinstance(tokens, int) and tokens > 0 and is_chain):
+    if not (math.isfinite(at) and isinstance(tokens, int) and 0 < tokens < _MAX_TOKENS and is_chain):
         raise BadInput(
             f"{where} is not a request; it must be a JSON object with timestamp (a number, in ms), input_length (a "
             "positive whole number) and hash_ids (a list of whole numbers of at least 0), as in Mooncake's traces"

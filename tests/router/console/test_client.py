@@ -14,6 +14,7 @@ from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.router.stand_in import Behaviour, Received, Responder, answers, streams
 from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
+from tests.support.threaded_http import QuietHandler, ThreadedServer
 
 T = TypeVar("T")
 
@@ -84,6 +85,34 @@ def test_a_router_that_is_not_there_is_one_sentence() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RouterError, match=f"^the router at {url} does not answer: "):
         ask(url, RouterClient.read_metrics)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])
+@pytest.mark.parametrize(
+    "question",
+    [
+        RouterClient.list_instances,
+        RouterClient.list_requests,
+        lambda client: client.read_drain("a:1"),
+        lambda client: client.give_order("drain", "a:1"),
+    ],
+)
+def test_another_server_is_no_router(body: bytes, question: Callable[[RouterClient], Awaitable[object]]) -> None:
+    class Handler(QuietHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers["content-length"] or 0))
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+    with ThreadedServer(Handler) as server:
+        server.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(RouterError, match=f"^the server at {url} is not a router, because "):
+            ask(url, question)
 
 
 def test_a_refusal_is_passed_on_with_its_sentence(make_router: MakeRouter) -> None:

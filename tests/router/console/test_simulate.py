@@ -202,6 +202,23 @@ def test_a_mistake_is_told_in_one_sentence(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": %s, "input_length": 5, "hash_ids": [1]}' % ("9" * 400),
+        '{"timestamp": 1, "input_length": %s, "hash_ids": [1]}' % ("9" * 400),
+        "[" * 100_000,
+    ],
+)
+def test_a_line_with_too_large_a_number_or_nesting_is_told(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"timestamp": 0, "input_length": 5, "hash_ids": [1]}}\n{line}\n')
+    assert main(["--trace", str(path), "--policy", "random"]) == 2
+    assert "line 2 is not a request" in capsys.readouterr().err
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
