@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvcommon.hints import suggest_name
 from kvcommon.versions import find_version
-from kvstore_backend.backend import ConfigError
+from kvstore_backend.backend import ConfigError, PoolUnavailable
 from kvstore_backend.cli.certify.cases import Case, Result, Trial, list_cases
 from kvstore_backend.cli.certify.instances import Instance
 from kvstore_backend.cli.certify.isolation import ISOLATION_COLUMNS, Isolation, measure_isolation
@@ -35,6 +35,7 @@ _NUM_SENT, _NUM_QUICK_SENT = 60, 12
 """Number of prompts that the first tenant sends with ``--isolation``: without ``--quick``, and with ``--quick``."""
 _MAX_PORTS = 16
 _PART_SECONDS = 120.0
+_ANSWER_SECONDS, _POLL_SECONDS = 10.0, 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,9 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
             signal.signal(number, lambda *_: sys.exit(1))  # so that the programs of the recipe end, too
     if arguments.logs and arguments.logs.exists() and not arguments.logs.is_dir():
         raise ConfigError(f"--logs {arguments.logs} is not a folder")
+    if arguments.logs:
+        try:
+            arguments.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"--logs {arguments.logs} cannot be created: {exc.strerror}") from None
     with contextlib.ExitStack() as opened:
         folder = arguments.logs or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="certify-")))
-        folder.mkdir(parents=True, exist_ok=True)
         if arguments.html and not (arguments.html.parent.is_dir() and not arguments.html.is_dir()):
             raise ConfigError(f"--html {arguments.html} cannot be written: it must be a file in a folder that exists")
         variables = dict(map(_split_setting, arguments.set))
@@ -110,7 +115,10 @@ def run(arguments: argparse.Namespace) -> int:
             for reason in reasons:
                 print(f"{cells[0]}: {reason}")
     if arguments.html:
-        arguments.html.write_text(make_page(recipe.title, list(facts.items()), columns, lines))
+        try:
+            arguments.html.write_text(make_page(recipe.title, list(facts.items()), columns, lines), encoding="utf-8")
+        except OSError as exc:
+            raise ConfigError(f"--html {arguments.html} cannot be written: {exc.strerror}") from None
     if all(getattr(result, "skipped", "") for result in results):
         print("kvstore: no case was run, so nothing is certified; --list shows why", file=sys.stderr)
         return 1
@@ -207,6 +215,7 @@ def _start_all(recipe: Recipe, folder: Path, num_prompts: int) -> Iterator[Trial
     """Start the pool's programs, two instances that share the pool and one without a cache, for the ``with`` block."""
     with contextlib.ExitStack() as running:
         parts = running.enter_context(_start_parts(recipe, folder))
+        _check_pool_is_empty(recipe)
         names = {"first": recipe.instance.cache, "second": recipe.instance.cache, "plain": recipe.instance.plain}
         first, second, plain = (
             running.enter_context(_run_instance(recipe, name, cache, {}, folder)) for name, cache in names.items()
@@ -233,6 +242,27 @@ def _start_all(recipe: Recipe, folder: Path, num_prompts: int) -> Iterator[Trial
 
         tampering = partial(_open_tampering, recipe)
         yield Trial(recipe, parts, first, second, plain, tampering, start_changed, start_part, num_prompts)
+
+
+def _check_pool_is_empty(recipe: Recipe) -> None:
+    """Raise ``ConfigError`` if the pool is Mooncake's and has values, which the cases would remove and damage."""
+    if "://" not in recipe.pool:
+        return  # ``_start_parts`` has checked the folder
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        try:
+            with _open_tampering(recipe) as pool:
+                count = pool.count_values()
+            break
+        except PoolUnavailable:  # a master that was just started may not answer yet
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+    if count:
+        raise ConfigError(
+            f"pool is {recipe.pool!r}, which has {count} values; certify removes and damages all values in it, so it "
+            "must be new or empty"
+        )
 
 
 def _make_part(recipe: Recipe, name: str, folder: Path) -> Program:

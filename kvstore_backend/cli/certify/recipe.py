@@ -164,6 +164,8 @@ def read_recipe(path: Path, variables: Mapping[str, str], folder: Path, ports: S
         raise ConfigError(f"the recipe {path} cannot be read: {exc.strerror}") from exc
     except (yaml.YAMLError, ValueError) as exc:
         raise ConfigError(f"the recipe {path} is not YAML: {' '.join(str(exc).split())}") from exc
+    except RecursionError:
+        raise ConfigError(f"the recipe {path} is nested too deeply") from None
     try:
         return _make_recipe(members, path, variables, folder, ports)
     except ConfigError as exc:

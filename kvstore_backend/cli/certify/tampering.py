@@ -26,6 +26,9 @@ _MAX_FILLERS = 4096
 class Tampering(Protocol):
     """Interface of an object that removes, damages and adds values in a pool."""
 
+    def count_values(self) -> int:
+        """Return the number of values in the pool."""
+
     def evict(self, share: float, keys: str = "") -> int:
         """Remove the fraction ``share`` of the values with keys that match the regular expression ``keys``.
 
@@ -51,6 +54,9 @@ class _MooncakeTampering:
     def __init__(self, holdings: MooncakeHoldings) -> None:
         self._holdings = holdings
         self._random = random.Random(0)
+
+    def count_values(self) -> int:
+        return len(self._holdings.list_keys())
 
     def evict(self, share: float, keys: str = "") -> int:
         found = [key for key in self._holdings.list_keys() if re.search(keys, key)]
@@ -99,6 +105,9 @@ class _FolderTampering:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._random = random.Random(0)
+
+    def count_values(self) -> int:
+        return len(self._list_files())
 
     def evict(self, share: float, keys: str = "") -> int:
         chosen = [path for path in self._list_files(keys) if self._random.random() < share]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore_backend.backend import Status
 from kvstore_backend.cli.certify.isolation import compute_auc, compute_interval
 from kvstore_backend.cli.certify.tampering import open_tampering
+from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.command import kvstore
+from tests.support.memory import Memory
+from tests.support.mooncake import MooncakeMaster
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "certify"
 RECIPE = """
@@ -163,6 +168,39 @@ def test_a_pool_with_files_of_others_is_refused(tmp_path: Path) -> None:
     ended = kvstore("certify", recipe)
     assert (ended.status, "it must be new or empty" in ended.errors) == (1, True)
     assert thesis.read_text() == "words"
+
+
+def test_a_mooncake_pool_with_values_of_others_is_refused(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
+    memory = Memory(b"words" * 200)
+    with contextlib.closing(open_store(mooncake_master.config())) as owner:
+        owner.register(memory.address, memory.nbytes)
+        assert owner.put(["thesis"], [memory.value]) == [Status.OK]
+        recipe = tmp_path / "toy.yaml"
+        recipe.write_text(
+            "title: toy\ninstance: {command: 'true ${cache}', cache: x}\n"
+            f"pool: mooncake://{mooncake_master.address}?metadata_server={mooncake_master.metadata_server}\n"
+            f"pool_metrics: {mooncake_master.metrics_url.split('/')[2]}\n"
+        )
+        ended = kvstore("certify", recipe)
+        assert (ended.status, "it must be new or empty" in ended.errors) == (1, True), ended.errors
+        owner.unregister(memory.address, memory.nbytes)
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text(RECIPE.format(sabotage="none", stall=20))
+    ended = kvstore("certify", recipe, "--list", "--logs", tmp_path / "file" / "logs")
+    assert (ended.status, ended.errors.splitlines()) == (
+        1,
+        [f"kvstore: --logs {tmp_path}/file/logs cannot be created: Not a directory"],
+    )
+    ended = kvstore("certify", recipe, "--only", "owner hung", "--html", "/dev/full")
+    assert ended.status == 1
+    assert ended.errors.splitlines()[-1] == "kvstore: --html /dev/full cannot be written: No space left on device"
+    recipe.write_text("[" * 20_000)
+    ended = kvstore("certify", recipe)
+    assert (ended.status, ended.errors.splitlines()) == (1, [f"kvstore: the recipe {recipe} is nested too deeply"])
 
 
 def test_files_outside_of_the_pool_are_not_damaged_through_links(tmp_path: Path) -> None:
