@@ -350,6 +350,17 @@ def test_a_flag_that_is_not_known_is_refused_with_the_nearest(arguments: list[st
     assert ended.errors.endswith(f"error: {sentence}\n")
 
 
+def test_an_output_without_space_is_one_sentence(tmp_path: Path) -> None:
+    FileStore(tmp_path, 1 << 20).close()
+    command = [sys.executable, "-m", "kvstore_backend.cli", "stats", f"file://{tmp_path}"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "kvstore: not everything could be written: No space left on device\n",
+    )
+
+
 def test_the_version_is_told_with_mooncakes() -> None:
     ended = kvstore("--version")
     assert ended.status == 0
