@@ -33,6 +33,7 @@ __all__ = ["STALE_SECONDS", "PersistentPolicy", "Snapshot"]
 _log = logging.getLogger("router.fleet.snapshot")
 
 _FORMAT = "kvrouter snapshot 1"
+_HEAD = b'{"format":"kvrouter snapshot '  # the beginning of each snapshot, of any version
 # The document without the policies; and for each role the policy's name and a function that encodes its state.
 _Contents = tuple[dict[str, Any], dict[str, tuple[str, Callable[[], bytes]]]]
 # The time since boot is monotonic for all processes until the machine reboots. This file identifies the boot.
@@ -102,12 +103,13 @@ class Snapshot:
                 the commands in the file are always applied.
 
         Raises:
-            SettingsError: the folder of the file does not exist, or the path is a folder.
+            SettingsError: the folder of the file does not exist, or the path is a folder, a device or a pipe.
         """
         if not path.parent.is_dir():
             raise SettingsError(f"manager.snapshot-path is {str(path)!r}, but there is no folder {path.parent}")
-        if path.is_dir():
-            raise SettingsError(f"manager.snapshot-path is {str(path)!r}, which is a folder; it must be a file")
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "a device or a pipe"
+            raise SettingsError(f"manager.snapshot-path is {str(path)!r}, which is {kind}; it must be a file")
         self._path = path
         self._registry = registry
         self._policies = policies
@@ -143,7 +145,8 @@ class Snapshot:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as exc:
-            _log.warning("the snapshot %s is not used: %s", self._path, exc)
+            aside = self._put_other_file_aside()
+            _log.warning("the snapshot %s is not used: %s%s", self._path, exc, f"; it is now {aside}" if aside else "")
             return
         for registration, entry in document["instances"]:
             self._restore_instance(registration, entry, now)
@@ -153,6 +156,15 @@ class Snapshot:
             except Exception:  # the router must start, whatever the file contains
                 _log.exception("the state of the %s policy in the snapshot %s is not used", role, self._path)
         _log.info("%d instances were read from the snapshot %s", len(document["instances"]), self._path)
+
+    def _put_other_file_aside(self) -> Path | None:
+        """Rename a file that no router has written, because the next snapshot would replace it; return the new path."""
+        with contextlib.suppress(OSError):
+            with self._path.open("rb") as file:
+                head = file.read(len(_HEAD))
+            if head and head != _HEAD:
+                return self._path.rename(self._path.with_name(self._path.name + ".other"))
+        return None
 
     def _restore_instance(self, registration: Registration, entry: dict[str, Any], now: float) -> None:
         if registration.role not in self._registry.roles:

@@ -24,6 +24,8 @@ ROUTER_GONE_SECONDS = 5.0
 
 # Maximum number of workers that is chosen automatically. More workers are not faster, because they wait for instances.
 MAX_AUTO_WORKERS = 4
+# Each worker is a process with a hundred megabytes; with too many the machine stands still before any listens.
+MAX_WORKERS = 1024
 # After Ctrl-C, running requests may continue for this time. Then they end with an error.
 INTERRUPT_GRACE_SECONDS = 1.0
 
@@ -426,6 +428,8 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     minimum = _MINIMUMS.get(field.name, 0)
     if type(value) is int and value < minimum:
         raise SettingsError(f"{name} is {value}; it must be at least {minimum}")
+    if field.name == "workers" and value > MAX_WORKERS:
+        raise SettingsError(f"{name} is {value}; it must be at most {MAX_WORKERS}")
     for origin in value if field.name == "cors_allowed_origins" else ():
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise SettingsError(

@@ -285,6 +285,19 @@ def test_no_damage_to_the_file_keeps_the_router_from_starting(path: Path, damage
     snapshot(path, policy=Remembers()).restore(now=0.0)
 
 
+def test_a_file_of_others_is_not_replaced(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_text("words")
+    keeper = snapshot(path)
+    keeper.restore(now=0.0)
+    keeper.save()
+    aside = path.with_name(path.name + ".other")
+    assert aside.read_text() == "words"
+    assert f"; it is now {aside}" in caplog.text
+    path.write_bytes(path.read_bytes()[:40])
+    keeper.restore(now=0.0)  # a damaged snapshot may be replaced
+    assert aside.read_text() == "words"
+
+
 def test_one_that_cannot_be_written_is_said_and_does_no_harm(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keeper = snapshot(path)
     path.mkdir()
@@ -302,6 +315,8 @@ def test_a_folder_that_is_not_there_is_one_sentence_at_the_start(tmp_path: Path)
 def test_a_path_that_is_a_folder_is_one_sentence_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="which is a folder; it must be a file"):
         snapshot(tmp_path)
+    with pytest.raises(SettingsError, match="which is a device or a pipe; it must be a file"):
+        snapshot(Path("/dev/null"))
 
 
 def test_a_restarted_router_serves_before_any_heartbeat(

@@ -36,6 +36,7 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
         ("request_timeout_secs", 0.0, "server.request-timeout-secs is 0; it must be a number of seconds above 0"),
         ("eviction_duration_mins", 0.0, "it must be a number of minutes above 0"),
         ("waiting_weight", float("inf"), "scheduler.waiting-weight is inf; it must be 0 or more"),
+        ("workers", 99999999, "server.workers is 99999999; it must be at most 1024"),
         ("max_queued_requests", -1, "server.max-queued-requests is -1; it must be at least 0"),
         ("prefix_index_entries", 1, "scheduler.prefix-index-entries is 1; it must be at least 2"),
         ("health_check_endpoint", "health", "manager.health-check-endpoint is 'health'; a path begins with '/'"),
