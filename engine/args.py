@@ -354,7 +354,10 @@ def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
         )
     if named:
         variables = ", ".join(_RETRIEVAL_VARIABLES[name] for name in named)
-        log.warning("Retrieval is off, so these variables have no effect: %s; add --enable-retrieval", variables)
+        log.warning(
+            "Sparse attention is off, so these environment variables have no effect: %s; add --enable-retrieval",
+            variables,
+        )
 
 
 def _parse_variable(name: str, text: str) -> float | int:

@@ -10,8 +10,8 @@ DISTRIBUTION = "fastdeploy-kvstore"
 
 
 def find_version() -> str:
-    """Return the installed version, or ``(not installed: run from its folder)``."""
+    """Return the installed version of this project, or a text that says that it is not installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        return "(not installed: run from its folder)"
+        return "(not installed: it runs from a checkout)"

@@ -130,10 +130,10 @@ class CompletionResponse(BegunResponse):
     def _describe_choice(
         self, index: int, pieces: list[Piece], ids: dict[str, Any], *, is_whole: bool, first: bool
     ) -> dict[str, Any]:
-        """Return the object of the choice ``index`` for some of its pieces.
+        """Return the JSON object of the choice ``index``, with the text of ``pieces``.
 
-        ``ids`` are the members with token ids. ``is_whole`` says that the response is one object, not a stream;
-        ``first`` says that nothing of the choice was sent before.
+        ``ids`` are the JSON members that contain token ids. ``is_whole`` says that the response is one object, not a
+        stream; ``first`` says that nothing of the choice was sent before.
         """
         text = "".join(piece.text for piece in pieces)
         return {

@@ -1,4 +1,4 @@
-"""The blocks of one reservation, while a prefill instance writes them."""
+"""The KV blocks that a decode instance has reserved for one prompt, while a prefill instance writes them."""
 
 from __future__ import annotations
 

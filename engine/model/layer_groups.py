@@ -90,9 +90,10 @@ class LayerGroups:
         }
 
     def describe(self) -> str:
-        """Return a text for the namespace that lists the groups and their layers.
+        """Return a text that lists the groups and their layers; empty if all layers have full attention.
 
-        The text is empty if all layers have full attention.
+        It becomes a part of ``Namespace.layout``, so that instances whose blocks have different contents do not share
+        them.
         """
         if self.is_full:
             return ""

@@ -60,7 +60,7 @@ def _list_needs(args: EngineArgs, runner: ModelRunner) -> dict[str, int]:
     """Return the bytes to reserve for a step, sparse attention and staging buffers; what needs none is left out."""
     needs = {"a step": 0 if runner.device.type == "cpu" else _measure_step_bytes(args, runner)}
     if args.retrieval:
-        needs["retrieval"] = runner.count_retrieval_bytes(args.retrieval, args.max_num_seqs, args.max_model_len)
+        needs["sparse attention"] = runner.count_retrieval_bytes(args.retrieval, args.max_num_seqs, args.max_model_len)
     if runner.device.type != "cpu" and (args.kvcache_storage_backend or args.splitwise_role != "mixed"):
         needs["staging"] = len(runner.groups.members) * _count_staging_bytes(runner.shape.nbytes)
     return {name: nbytes for name, nbytes in needs.items() if nbytes}
@@ -84,8 +84,8 @@ def _check_room(reserved: str, wanted: int, room: int, args: EngineArgs, verb: s
     if wanted > room:
         remedies = ["--max-num-seqs", "--max-model-len", *(["--retrieval-topk-percent"] if args.retrieval else [])]
         raise ConfigError(
-            f"{reserved}; KV blocks may have {format_bytes(room)} of that, but need {format_bytes(wanted)}; lower "
-            f"{', '.join(remedies[:-1])} or {remedies[-1]}, or {verb} --num-gpu-blocks-override"
+            f"{reserved}; KV blocks may use {format_bytes(room)} of the free memory, but need {format_bytes(wanted)}; "
+            f"lower {', '.join(remedies[:-1])} or {remedies[-1]}, or {verb} --num-gpu-blocks-override"
         )
 
 

@@ -54,7 +54,7 @@ class EngineMetrics:
         self.pool_open = self._add_gauge("kvstore_pool_open", "1 when the pool has been joined")
 
     def _add_prompt_counts(self) -> None:
-        """Add the counters of tokens, and of the sources of the KV of prompts."""
+        """Add the counters of prompt and generated tokens, and of where the KV of prompt tokens came from."""
         self.prompt_tokens = self._add_counter("fastdeploy:prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = self._add_counter("fastdeploy:generation_tokens", "Tokens generated")
         self.prompt_origins = self._add_counters(

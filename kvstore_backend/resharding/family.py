@@ -53,7 +53,7 @@ class ShardingFamily:
     peers: tuple[Namespace, ...]
 
     def of_tenant(self, tenant: str) -> ShardingFamily:
-        """Return this family with ``tenant`` in all its namespaces."""
+        """Return a copy of this family in which all namespaces belong to ``tenant``."""
         peers = tuple(replace(sharding, tenant=tenant) for sharding in self.peers)
         return replace(self, own=replace(self.own, tenant=tenant), peers=peers)
 

@@ -78,11 +78,13 @@ class AlignedSpan:
         return [rank.key(names[block]) for block in stored for rank in self.ranks]
 
     def extents(self, number: int, family: ShardingFamily) -> list[Extent]:
-        """Return the heads and tokens of each stored block in a span of tokens, in the order of ``keys``.
+        """Return the range of KV heads and of tokens that each stored block of a span contains.
+
+        The blocks have the order in which the method ``keys`` returns their keys.
 
         Args:
             number: index of the span.
-            family: the reader's family.
+            family: the ``ShardingFamily`` of the instance that reads.
         """
         size, first = self.sharding.block_size, number * self.num_stored
         return [
@@ -97,7 +99,7 @@ class Gatherer:
 
     Args:
         stack: backend of the pool.
-        family: the reader's family.
+        family: the ``ShardingFamily`` of the instance that reads.
     """
 
     def __init__(self, stack: StorageBackend, family: ShardingFamily) -> None:

@@ -28,7 +28,11 @@ class Place(Generic[T]):  # not a NamedTuple, which cannot be generic in Python 
 
 
 class WaitingLine(Generic[T]):
-    """The queued requests. Each request is identified by its ``turn``, a hashable object."""
+    """The queued requests.
+
+    The caller identifies each request by a hashable object, its ``turn``: for example, the future that the
+    request awaits.
+    """
 
     def __init__(self) -> None:
         self.waiting = 0

@@ -302,6 +302,6 @@ def _parse_seconds(text: str) -> float:
         seconds = math.nan
     if not seconds > 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds above 0; write the instances before --wait"
+            f"{text!r} is not a number of seconds above 0; if it is an instance, write it before --wait"
         )
     return seconds

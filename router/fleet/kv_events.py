@@ -113,7 +113,10 @@ class KvEventReader:
         self._arrived.set()
 
     def on_associated(self, content: Any) -> None:
-        """Store an association of a prompt with its blocks that another process has sent."""
+        """Store a message from another router process: which cached block of an instance is the last block of a prompt.
+
+        ``content`` is what that process passed to ``publish``.
+        """
         key, chunks, leaf, *rest = content
         feed = self._feeds.get(key)
         if feed is not None:

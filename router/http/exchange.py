@@ -32,7 +32,10 @@ _USUAL_OPTIONS = frozenset(b"close keep-alive".split())
 
 
 class Receiver(Protocol):
-    """The object that an exchange reports to. It may call ``pause`` and ``resume`` of the exchange at any time."""
+    """Receives the response of an exchange, or its failure.
+
+    It may call the exchange's ``pause`` and ``resume`` at any time.
+    """
 
     def on_data(self, data: bytes, is_end: bool) -> None:
         """Receive the body bytes that one read of the socket brought. The exchange already has status and headers.

@@ -147,10 +147,14 @@ class CachedBlocks(BlockTree):
             heappush(self._pending, (prompt.ended_at + _SETTLE_SECONDS, self._num_noted, prompt))
 
     def settle(self) -> list[tuple[PlacedPrompt, BlockHash]]:
-        """Associate the waiting prompts with their blocks. Return each prompt that was associated, and its last block.
+        """Find the cached blocks of prompts whose requests have ended, and associate each prompt with its blocks.
 
-        A prompt without a fitting chain waits longer, because its events may arrive late. Prompts with a last block
-        that another process has found are associated, too, but not returned.
+        If no chain of stored blocks fits a prompt, or several fit, the search is repeated for a few seconds, because KV
+        events may arrive late. If another router process has found the last block of a prompt, there is no search: the
+        prompt only waits for the event of this block.
+
+        Returns:
+            The prompts whose blocks this process found, each with its last block; other processes must be told these.
         """
         now, found = self._clock(), []
         while self._pending and self._pending[0][0] <= now:

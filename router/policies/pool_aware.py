@@ -166,7 +166,9 @@ class PoolAware(PrefixPolicy):
     def _observe_resume_points(
         self, request: RequestFeatures, decision: Decision, cached: float, own: float, seconds: float
     ) -> None:
-        """Learn from the response to a request how much of a known prefix the instance has reused.
+        """Record how much of a prefix that earlier requests have computed was cached for this request.
+
+        A model with sliding windows or recurrent layers may reuse only a part of it, which ``ResumePoints`` predicts.
 
         Args:
             request: the request.

@@ -283,7 +283,7 @@ class PrefixIndex:
     def dump(self) -> bytes:
         """Encode the index as bytes, which ``load`` reads after a restart of the router.
 
-        This may run in another thread than everything else. Then prompts that are added meanwhile may be missing.
+        This may run in a thread of its own. Prompts that other threads add meanwhile may be missing.
         """
         with self._dumping:
             while True:

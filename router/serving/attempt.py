@@ -370,10 +370,12 @@ class Attempt:
         self.give_up(culprit=instance)
 
     def give_up(self, culprit: Instance | None = None) -> bool:
-        """Close all legs at once, and abort the request at their engines, except at ``culprit``, which has failed.
+        """Close the connections to all instances of the attempt at once, and abort the request at their engines.
+
+        ``culprit`` gets no abort, because it has failed. Without the engine's ids of the request, no instance gets one.
 
         Returns:
-            Whether the engine of another instance than ``culprit`` was working at the request.
+            Whether an instance other than ``culprit`` may still have been processing the request.
         """
         self._owner = None
         for timer in (self._timer, self._refusal_timer):
@@ -599,7 +601,10 @@ class _Judgement(TypedDict):
 
 
 def _judge(leg: Leg) -> _Judgement:
-    """Return how far the request of a failed leg had got, and the cause. The response of the leg is not complete."""
+    """Return how far the request of a failed leg (an exchange with one instance) had got, and the cause of the failure.
+
+    Call this only if the response was not complete.
+    """
     if not leg.exchange.record.sent_at:
         return {"reached": Reached.UNSENT, "trouble": Trouble.UNREACHABLE}
     return {"reached": Reached.HEAD if leg.exchange.status else Reached.SENT, "trouble": Trouble.DEATH}

@@ -255,7 +255,7 @@ def find_recordings(paths: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             files = sorted(path.glob(f"flight-*{_SUFFIX}"), key=lambda file: (find_ring(file), _OLD not in file.name))
             if not files:
-                raise RecordingError(f"{path} has no file of a flight recorder; such files are named flight-...")
+                raise RecordingError(f"{path} has no recording; the files of a flight recorder are named flight-...")
         else:
             older = path.with_name(find_ring(path) + _OLD)
             files = [older, path] if older.exists() else [path]

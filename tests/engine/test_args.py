@@ -145,7 +145,7 @@ def test_the_flag_that_turns_sparse_attention_off_goes_before_its_plugin() -> No
 def test_sizes_of_sparse_attention_that_is_off_are_said_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     parse("--model m", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0.5", "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "many"})
     assert caplog.messages == [
-        "Retrieval is off, so these variables have no effect: VLLM_RETRIEVAL_INIT_TOKENS_NUM, "
+        "Sparse attention is off, so these environment variables have no effect: VLLM_RETRIEVAL_INIT_TOKENS_NUM, "
         "VLLM_RETRIEVAL_TOPK_PERCENT; add --enable-retrieval"
     ]
 

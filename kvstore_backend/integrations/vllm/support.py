@@ -76,9 +76,9 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     has_media = media is not None and not media.language_model_only
     if has_media and not media.mm_processor_cache_gb and not cache.enable_prefix_caching:
         raise ConfigError(
-            "--no-enable-prefix-caching and --mm-processor-cache-gb 0 are set; vLLM then numbers images instead of "
-            "hashing them, so prompts with other images get the same block hashes in other instances; leave one of "
-            "them out, or --kv-transfer-config"
+            "--no-enable-prefix-caching and --mm-processor-cache-gb 0 are both set; vLLM then numbers images instead "
+            "of hashing them, so two instances can give the same block hash to different images, and one would load "
+            "the KV of a wrong image; remove one of these two flags, or remove --kv-transfer-config"
         )
     specs = [list_specs(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     if not specs or not all(each and all(type(spec) in _SPECS for spec in each) for each in specs):

@@ -137,10 +137,10 @@ class WorkerHalf:
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
     def end_step(self, num_tokens: int) -> None:
-        """Record that all work of a step was queued, so that the scheduler learns how fast prompts are computed.
+        """Record that all work of a step was queued, from which the scheduler learns how fast prompts are computed.
 
-        ``num_tokens`` is the number of tokens in the step. It is 0 for a step without parts of prompts, which is not
-        measured.
+        ``num_tokens`` is the number of tokens in the step. It is 0 if the step computes no prompt tokens; such a step
+        is not measured.
         """
         self._clock.end(num_tokens)
 

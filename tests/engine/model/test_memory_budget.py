@@ -86,7 +86,7 @@ def test_too_little_memory_for_sparse_attention_is_one_sentence(
     with pytest.raises(ConfigError) as caught:
         choose(runner, f"{SPARSE} {override}", enough - 4, monkeypatch)
     said = str(caught.value)
-    assert said.startswith(f"retrieval needs {format_bytes(count_retrieval_bytes(runner))} for --max-num-seqs 3")
+    assert said.startswith(f"sparse attention needs {format_bytes(count_retrieval_bytes(runner))} for --max-num-seqs 3")
     assert "KiB are free" in said
     assert remedy in said
     assert "\n" not in said
@@ -95,7 +95,7 @@ def test_too_little_memory_for_sparse_attention_is_one_sentence(
 def test_memory_that_does_not_even_reach_for_sparse_attention_leaves_nothing(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"KV blocks may have 0 bytes"):
+    with pytest.raises(ConfigError, match=r"KV blocks may use 0 bytes"):
         choose(runner, SPARSE, 1000, monkeypatch)
 
 

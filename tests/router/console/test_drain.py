@@ -209,7 +209,7 @@ def test_a_router_that_is_away_for_a_while_is_asked_again_by_those_who_wait(
     [
         ([], "no instance to drain is named; give HOST:PORT or, for the instance on this machine, --self-port PORT"),
         (["h:1", "--undrain", "--wait"], "--undrain cancels a drain and --wait is for a drain; give only one of them"),
-        (["--wait", "h:1"], "'h:1' is not a number of seconds above 0; write the instances before --wait"),
+        (["--wait", "h:1"], "'h:1' is not a number of seconds above 0; if it is an instance, write it before --wait"),
         (["--self-port", "0"], "'0' is not a port, a number from 1 to 65535"),
     ],
 )

@@ -331,7 +331,7 @@ def test_a_router_that_was_not_installed_runs_from_its_folder(
     assert load_settings(["--port", "52700"], {}).port == 52700
     with pytest.raises(SystemExit):
         load_settings(["--version"], {})
-    assert capsys.readouterr().out == "kvrouter (not installed: run from its folder)\n"
+    assert capsys.readouterr().out == "kvrouter (not installed: it runs from a checkout)\n"
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])

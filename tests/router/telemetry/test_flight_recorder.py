@@ -326,7 +326,7 @@ def test_another_file_is_one_sentence(tmp_path: Path, data: bytes, said: str) ->
 
 
 def test_a_folder_without_files_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="has no file of a flight recorder"):
+    with pytest.raises(RecordingError, match="has no recording"):
         find_recordings([tmp_path])
 
 
