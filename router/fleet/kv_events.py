@@ -38,6 +38,8 @@ _COLLECT_SECONDS = 0.05
 _SETTLE_SECONDS = 0.1
 # Maximum number of blocks of all publishers together; they need about 1 GB.
 MAX_PUBLISHED_BLOCKS = 4_000_000
+# Maximum number of blocks of one instance, far more than an accelerator's memory has.
+MAX_INSTANCE_BLOCKS = 4_000_000
 
 
 class KvEventReader:
@@ -62,6 +64,8 @@ class KvEventReader:
         self._context.set(zmq.MAX_SOCKETS, 65_535)  # three for each instance; the default is 1,023
         self.publishers: dict[str, Publisher] = {}
         """The publishers by key. ``update_publishers`` changes this dictionary."""
+        # The instances that have reported too many blocks, by key, with their identities, which a restart changes.
+        self._oversized: dict[str, tuple[object, ...]] = {}
         self._publishers_policy = PrefixPolicy()
         self._registry = registry
         self._policies = {role: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
@@ -81,6 +85,7 @@ class KvEventReader:
             while True:
                 self._arrived.clear()
                 self._limit_publishers()
+                self._limit_instances()
                 wanted = self._list_followed()
                 for key, feed in list(self._feeds.items()):
                     if not feed.is_of(*wanted.get(key, (None, None))) and (task := tasks.pop(key, None)) is not None:
@@ -132,7 +137,8 @@ class KvEventReader:
         }
         for instance in self._registry:
             policy = self._policies.get(instance.role)
-            if instance.kv_events and policy is not None:
+            is_oversized = self._oversized.get(instance.key) == instance.registration.identity
+            if instance.kv_events and policy is not None and not is_oversized:
                 followed[instance.key] = instance, policy
         return followed
 
@@ -149,6 +155,18 @@ class KvEventReader:
                 MAX_PUBLISHED_BLOCKS,
             )
             del self.publishers[largest]
+
+    def _limit_instances(self) -> None:
+        """Stop reading the events of the instances that have reported too many blocks."""
+        for instance in self._registry:
+            feed = None if instance.key in self.publishers else self._feeds.get(instance.key)
+            if feed is not None and len(feed.cache) > MAX_INSTANCE_BLOCKS:
+                self._oversized[instance.key] = instance.registration.identity
+                _log.error(
+                    "the KV events of instance %s are ignored until it restarts: it has reported %d blocks, and this "
+                    "router stores at most %d of an instance",
+                    *(instance.key, len(feed.cache), MAX_INSTANCE_BLOCKS),
+                )
 
     async def _follow(self, followed: Followed, policy: PrefixPolicy) -> None:
         key, feed = followed.key, None

@@ -15,6 +15,7 @@ from kvcommon.kv_events import (
     BlockStored,
     encode_sequence,
 )
+from router.fleet import kv_events
 from router.fleet.kv_events import KvEventReader
 from router.fleet.registration import Registration, Role
 from router.fleet.registry import Registry
@@ -134,6 +135,16 @@ def test_a_lost_event_that_is_forgotten_makes_the_cache_degraded(followed: Follo
     followed.publisher.store(3)
     followed.wait_for("degraded")
     assert 2 not in followed.policy.caches[KEY]
+
+
+def test_the_events_of_an_instance_with_too_many_blocks_are_ignored(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_events, "MAX_INSTANCE_BLOCKS", 100)
+    followed.publisher.store(*range(101))
+    wait_until(lambda: followed.instance.cache_known is None and not followed.policy.caches, "the end of the feed")
+    assert "are ignored until it restarts: it has reported 101 blocks" in caplog.text
+    assert followed.reader.find_cache(KEY) is None
 
 
 def test_ten_thousand_events_at_once_are_all_applied(followed: Followed) -> None:
