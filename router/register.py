@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 
 from kvcommon.addresses import find_own_address
+from kvcommon.json_objects import load_object
 from kvcommon.kv_events import name_host
 from router.fleet import EngineKind, IdentityHidden, KvConnector, Role, ask_identity, ask_sglang
 from router.settings import (
@@ -122,6 +123,8 @@ class Sidecar:
         if response.status_code != 200:
             status, text = response.status_code, response.text[:300]
             return f"the router {self._router} refused the registration with status {status}: {text}; trying again"
+        if load_object(response.content) is None:
+            return f"the server at {self._router} is not a router: its answer is not JSON; trying again"
         return ""
 
     async def _check_server(self, client: httpx.AsyncClient, server: str) -> None:

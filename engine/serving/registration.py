@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from kvcommon.addresses import find_own_address, parse_address
+from kvcommon.json_objects import load_object
 from kvcommon.waiting import wait_for_event
 from kvstore_backend import ConfigError
 
@@ -73,7 +74,7 @@ async def send_heartbeats(
                 host_ip = await asyncio.to_thread(find_own_address, router)
                 payload = {**describe(host_ip), "host_ip": host_ip}
                 response = await client.post(f"{router}/register", json=payload, headers=headers)
-                problem = "" if response.status_code == 200 else _explain_refusal(response, has_token=bool(token))
+                problem = _explain_refusal(response, has_token=bool(token))
             except (httpx.HTTPError, OSError) as exc:
                 problem = f"{type(exc).__name__}: {exc}"
             if not problem:
@@ -88,6 +89,9 @@ async def send_heartbeats(
 
 
 def _explain_refusal(response: httpx.Response, *, has_token: bool) -> str:
+    """Return why the router did not accept the registration; ``""`` if it did."""
+    if response.status_code == 200:
+        return "" if load_object(response.content) is not None else "it is not a router: its answer is not JSON"
     if response.status_code != 401:
         return f"the router answered {response.status_code}: {response.text[:200]}"
     if has_token:

@@ -405,6 +405,11 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
     if not address:
         raise PoolUnavailable(f"{finding.text}: {finding.remedy}")
     admin = find_admin(address, metrics_address)
+    if admin is None and metrics_address:
+        raise PoolUnavailable(
+            f"no master answers with its metrics at {metrics_address}; correct --master-metrics, the address "
+            f"with the --metrics_port of the master at {address}"
+        )
     if admin is None:
         raise PoolUnavailable(
             f"the master at {address} does not answer on the usual ports for metrics; give --master-metrics HOST:PORT"

@@ -239,7 +239,12 @@ def _diagnose_file(
     # The trial uses another folder in the same filesystem, because the configured path may be mistyped, and must not be
     # created.
     parent = next(each for each in settings.path.parents if each.exists())
-    with tempfile.TemporaryDirectory(prefix=".kvstore-doctor-", dir=parent) as folder:
+    try:
+        trial = tempfile.TemporaryDirectory(prefix=".kvstore-doctor-", dir=parent)
+    except OSError as exc:
+        yield fail("folder", f"no folder can be created in {parent}: {exc.strerror}", "name another folder")
+        return
+    with trial as folder:
         elsewhere = replace(config, store=replace(settings, path=Path(folder)))
         yield from _try_and_compare(elsewhere, elsewhere, kv_bytes, instance)
 

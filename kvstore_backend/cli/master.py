@@ -315,6 +315,10 @@ def _check_values(arguments: argparse.Namespace) -> None:
             "--snapshot-dir has no effect with --etcd or --ha_backend_connstring: the next leader does not read "
             "the folder; use --oplog"
         )
+    if arguments.snapshot_dir and Path(arguments.snapshot_dir).exists() and not Path(arguments.snapshot_dir).is_dir():
+        raise ConfigError(f"--snapshot-dir is {arguments.snapshot_dir!r}, which is not a folder")
+    if arguments.rpc_threads < 1:
+        raise ConfigError(f"--rpc-threads is {arguments.rpc_threads}; it must be at least 1")
     if arguments.snapshot_interval < 1:
         raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be at least one second")
     tenants = arguments.tenants

@@ -60,6 +60,13 @@ def test_a_server_that_cannot_register_itself_gets_requests(
         assert (instance.registration.role.value, instance.registration.connector_port) == ("mixed", "8001")
 
 
+def test_another_server_in_place_of_the_router_is_said(stand_in: Callable[..., StandIn], beside: Beside) -> None:
+    other = stand_in("mixed", tells({"/register": "a page"}))
+    with beside(other.url, stand_in().port, "--engine", "openai") as sidecar:
+        sidecar.wait_for(lambda: f"the server at {other.url} is not a router: " in sidecar.output, "the warning")
+        assert "registered at" not in sidecar.output
+
+
 VERSION = {"/version": {"version": "0.32.0"}}
 SGLANG = {"disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998, "version": "0.5.23"}
 

@@ -21,7 +21,7 @@ from kvstore_backend.wrappers.checked import find_fault
 
 __all__ = ["add_pin_arguments", "add_unpin_arguments", "parse_duration", "pin", "unpin"]
 
-_DURATION = re.compile(r"(\d+)(s|m|h|d)?", re.ASCII)
+_DURATION = re.compile(r"(\d{1,9})(s|m|h|d)?", re.ASCII)
 _BATCH_BYTES = 32 << 20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

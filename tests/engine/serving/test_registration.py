@@ -52,6 +52,14 @@ async def test_the_payload_is_posted_with_the_own_address_again_and_again(router
 
 
 @in_event_loop
+async def test_other_software_that_answers_is_no_router(router: Router, caplog: pytest.LogCaptureFixture) -> None:
+    router.is_other_software = True
+    async with registering(router.port):
+        await eventually(lambda: "it is not a router" in caplog.text, "a warning")
+    assert "Registered at router" not in caplog.text
+
+
+@in_event_loop
 async def test_who_asks_hears_of_each_registration_that_the_router_took(router: Router) -> None:
     heard: list[bool] = []
     router.refuses = True

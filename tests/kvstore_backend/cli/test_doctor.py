@@ -317,6 +317,11 @@ def test_a_folder_larger_than_its_filesystem_is_usable_with_a_warning(tmp_path: 
     assert [each["subject"] for each in diagnosis.of("warn")] == ["folder"]
 
 
+def test_a_folder_where_none_can_be_made_is_said() -> None:
+    said = doctor("file:///proc/kvpool").failures["folder"]  # not even root can
+    assert said == "no folder can be created in /proc: No such file or directory -> name another folder"
+
+
 def test_a_folder_that_does_not_exist_is_said_and_not_made(tmp_path: Path) -> None:
     diagnosis = doctor(f"file://{tmp_path}/misspelt/pool?size=1MiB")
     assert diagnosis.status == 0

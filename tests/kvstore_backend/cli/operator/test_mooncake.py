@@ -71,6 +71,10 @@ def test_blocks_are_listed_pinned_and_removed(
     assert nothing.sentence == "the pool has none of the selected blocks, or they are damaged, so nothing is pinned"
     assert nothing.output == f"0 blocks of namespace {namespace.digest} pinned (1 not in the pool)\n"
     assert kvstore("unpin", *there, *named, "--tokens", "9,9,9,9").status == 0
+    assert kvstore("pin", *there, *named, "--for", "9" * 400).status == 2
+    assert kvstore("pin", *there, *named, "--for", "999999999d").sentence.startswith("not all blocks were pinned: ")
+    elsewhere = kvstore("ls", there[0], "--master-metrics", "127.0.0.1:1").sentence
+    assert elsewhere.startswith("no master answers with its metrics at 127.0.0.1:1; correct --master-metrics, ")
     too_long = kvstore("pin", *there, *named, "--for", "30d")
     assert (too_long.status, too_long.output.splitlines()[0]) == (
         1,
