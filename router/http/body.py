@@ -75,6 +75,7 @@ _MOST_CHOICES = 1024
 
 
 _USAGE_MARK = b'"usage"'
+_USAGE_BEGIN = re.compile(rb'"usage"\s*:\s*(?=\{)')
 # Limit of the bytes of a usage object; no engine sends a longer one.
 _USAGE_BYTES = 2048
 # Limit of a token count. No request has so many tokens, so an instance with such a usage is damaged or hostile.
@@ -471,14 +472,28 @@ _NO_FIGURES = Usage()
 def read_usage(data: bytes) -> Usage | None:
     """Return the last usage in ``data``, which is a response or the end of an event stream; None if it has no usage.
 
-    Use the counts for statistics only, because generated text can imitate a usage.
+    If ``data`` has several, the counts of tokens are the larger ones of the first and the last usage. One of them may
+    be in a part of the request that the engine repeats, such as the metadata or the schema of a tool: before the
+    engine's own usage (vLLM) or after it (SGLang). So a client can make its counts too high, but not too low.
     """
-    mark = data.rfind(_USAGE_MARK)
-    if mark < 0:
+    mark, last = data.rfind(_USAGE_MARK), None
+    while mark >= 0 and (last := _USAGE_BEGIN.match(data, mark)) is None:  # a text, or null
+        mark = data.rfind(_USAGE_MARK, 0, mark)
+    if last is None:
         return None
-    start = data.find(b"{", mark)
-    if start < 0 or data[mark + len(_USAGE_MARK) : start].strip() != b":":
-        return None
+    usage = _parse_usage(data, last.end())
+    if data.find(_USAGE_MARK, 0, mark) < 0 or (first := _USAGE_BEGIN.search(data, 0, mark)) is None:
+        return usage
+    earlier = _parse_usage(data, first.end())
+    if usage is None or earlier is None:
+        return usage or earlier
+    counts = zip(usage[:2], earlier[:2], strict=True)
+    prompt, completion = (max((each for each in pair if each is not None), default=None) for pair in counts)
+    return usage._replace(prompt_tokens=prompt, completion_tokens=completion)
+
+
+def _parse_usage(data: bytes, start: int) -> Usage | None:
+    """Return the counts in the usage that begins at ``start`` in ``data``; None if it has none, or invalid ones."""
     end = data.find(b"}", start) + 1
     is_flat = data.find(b"{", start + 1, end) < 0
     try:

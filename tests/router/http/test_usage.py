@@ -10,6 +10,7 @@ import json
 
 import anthropic
 import openai
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,31 @@ def test_a_usage_that_is_none_says_nothing() -> None:
     cut = (b'"usage"', b'"usage": {', b'{"usage": {"prompt_tokens": 9', b'{"usage":' + b"{" * 100_000, b'"usage"{}')
     for text in cut:
         assert read_usage(text) is None
+
+
+@pytest.mark.parametrize(
+    "echoed",
+    [
+        '"user":"usage"',
+        '"metadata":{"usage":{"input_tokens":0,"output_tokens":0}}',
+        '"metadata":{"usage":{"input_tokens":-1}}',
+        '"metadata":{"usage":null}',
+        '"tools":[{"parameters":{"properties":{"usage":{"type":"string"}}}}]',
+        '"decoded_token":"usage"},"x":{"decoded_token":"usage"',
+    ],
+)
+@pytest.mark.parametrize("form", ['{{"id":"x",{usage},{echoed}}}', '{{"id":"x",{echoed},{usage}}}'])
+def test_a_part_of_the_request_that_is_repeated_does_not_lower_the_usage(echoed: str, form: str) -> None:
+    usage = '"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":0},"output_tokens":4}'
+    found = read_usage(form.format(usage=usage, echoed=echoed).encode())
+    assert found is not None
+    assert found[:2] == (9, 4)
+
+
+def test_the_counts_of_a_messages_stream_are_in_two_events() -> None:
+    begin = {"usage": {"input_tokens": 100, "output_tokens": 1}}
+    end = {"usage": {"input_tokens": 0, "output_tokens": 5}}
+    assert read_usage(b"%s\n\n%s" % (json.dumps(begin).encode(), json.dumps(end).encode())) == Usage(100, 5)
 
 
 def test_of_a_streams_end_the_last_usage_counts() -> None:
