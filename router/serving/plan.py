@@ -241,7 +241,8 @@ def make_merger(
         return None
     if not is_stream:
         return ResponseMerger(body)
-    return StreamMerger(body, keeps_prompt=not may_be_preempted and needs_prompt(engine))
+    keeps_prompt = not may_be_preempted and needs_prompt(engine)
+    return StreamMerger(body, keeps_prompt, nulls_ids=engine is EngineKind.VLLM)
 
 
 class LegMaker:

@@ -17,6 +17,7 @@ from router.serving.resume.events import (
     find_text,
     parse_event,
     strip_token_ids,
+    undo_token_ids,
 )
 
 __all__ = ["EventTemplate", "learn_template"]
@@ -32,19 +33,24 @@ _TIME = re.compile(rb'"(arrival_time)"\s*:\s*[-+.\deE]+')
 class EventTemplate(NamedTuple):
     """The beginning that is equal in all usual events of a stream, and a pattern for the part that follows it.
 
-    The groups of the pattern are: the text, as JSON; the members that the client should not get; and the ids in these
-    members, separated by commas.
+    The groups of the pattern are: the text, as JSON; the members that the client should not get, or should get as null;
+    and the ids in these members, separated by commas. The client gets ``left`` in place of the second group.
     """
 
     beginning: bytes
     rest: re.Pattern[bytes]
     is_reasoning: bool
+    left: bytes
 
 
-def learn_template(event: bytes) -> EventTemplate | None:
+def learn_template(event: bytes, nulls_ids: bool = False) -> EventTemplate | None:
     """Return the template of an event; None if the event is not a usual event.
 
     A usual event has the next tokens of one sequence, and its members have a certain order.
+
+    Args:
+        event: the event.
+        nulls_ids: whether the client gets null in place of ids; see ``undo_token_ids``.
     """
     chunk = parse_event(event)
     choices = find_choices(chunk or {})
@@ -68,9 +74,11 @@ def learn_template(event: bytes) -> EventTemplate | None:
             *(b"(", _loosen(hidden), b")", _loosen(after)),
         ]
     )
-    shape = EventTemplate(event[: text.start(2)], re.compile(b'(?!")' + pattern), text[1] is not None)
+    left = undo_token_ids(hidden) if nulls_ids else b""
+    shape = EventTemplate(event[: text.start(2)], re.compile(b'(?!")' + pattern), text[1] is not None, left)
     found = shape.rest.fullmatch(event, len(shape.beginning))
-    is_right = found is not None and event[: found.start(2)] + event[found.end(2) :] == stripped
+    wanted = undo_token_ids(event) if nulls_ids else stripped
+    is_right = found is not None and event[: found.start(2)] + left + event[found.end(2) :] == wanted
     return shape if is_right else None
 
 

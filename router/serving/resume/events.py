@@ -32,6 +32,7 @@ __all__ = [
     "split_events",
     "strip_token_ids",
     "strip_usage",
+    "undo_token_ids",
 ]
 
 DONE = b"data: [DONE]\n\n"
@@ -57,6 +58,11 @@ _MEMBER = (
 # Two patterns, because a pattern that begins with a constant is found ten times as fast.
 _LATER_MEMBER = re.compile(rb",\s*" + _MEMBER)
 _FIRST_MEMBER = re.compile(rb"\{\s*" + _MEMBER + rb"(?:\s*,\s*)?")
+# The ids that vLLM writes. Without return_token_ids it writes null in their place, and leaves out the events of a chat
+# that have only ids, because its parser of reasoning or tool calls waits for more text.
+_IDS = re.compile(rb'("(?:prompt_)?token_ids"\s*:\s*)\[[-\d,\s]*\]')
+_EMPTY_DELTA = b'"delta":{}'
+_IDS_ALONE = re.compile(rb'data: [^\n]*"delta":\{\},"logprobs":null,"finish_reason":null,[^\n]*\n\n')
 PROMPT_IDS = re.compile(rb'"prompt_token_ids"\s*:\s*(\[[-\d,\s]*\])')
 # Each event with one of these members contains this text.
 IDS_MARK = b'token_ids"'
@@ -89,6 +95,14 @@ def find_engine_failure(events: bytes) -> tuple[int, str] | None:
 def strip_token_ids(events: bytes) -> bytes:
     """Return the events without the members that ``return_token_ids`` adds. All other bytes are unchanged."""
     return show_escapes(_FIRST_MEMBER.sub(b"{", _LATER_MEMBER.sub(b"", hide_escapes(events))))
+
+
+def undo_token_ids(events: bytes) -> bytes:
+    """Return vLLM's events as it writes them without ``return_token_ids``: null in place of ids, and no event with ids
+    alone.
+    """
+    left = _IDS.sub(rb"\1null", hide_escapes(events))
+    return show_escapes(_IDS_ALONE.sub(b"", left) if left.find(_EMPTY_DELTA) >= 0 else left)
 
 
 def strip_usage(events: bytes, *, has_nulls: bool) -> bytes:

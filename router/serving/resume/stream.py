@@ -28,6 +28,7 @@ from router.serving.resume.events import (
     parse_event,
     split_events,
     strip_token_ids,
+    undo_token_ids,
 )
 from router.serving.resume.resumability import follows_grammar
 
@@ -75,15 +76,16 @@ class StreamMerger:
         ),
         *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
         *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts", "_cached"),
-        *("_last_count", "_template", "_templates_left", "_usual"),
+        *("_last_count", "_nulls_ids", "_template", "_templates_left", "_usual"),
     )
 
-    def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
+    def __init__(self, body: InferenceBody, keeps_prompt: bool = False, nulls_ids: bool = False) -> None:
         """
         Args:
             body: the body of the client's request.
             keeps_prompt: whether the ids of the prompt and the text are stored, because the engine needs them to
                 continue.
+            nulls_ids: whether the engine writes null in place of ids that the client has not requested, as vLLM does.
         """
         self.preempted = False
         self._body = body
@@ -106,6 +108,7 @@ class StreamMerger:
         # Which parts of the stream's end the client has: the finish reason, the usage, [DONE].
         self._is_finished = self._has_usage = self._is_done = False
         self._keeps_prompt = keeps_prompt
+        self._nulls_ids = nulls_ids
         self._prompt = b""  # the ids of the prompt as a JSON array, if ``keeps_prompt``
         self._texts: list[str] = []  # the text that the client has, if ``keeps_prompt``
         self._template: EventTemplate | None = None
@@ -201,7 +204,7 @@ class StreamMerger:
         if len(self._usual) > _KEPT_USUAL:
             self._fold_events()
         start, end = found.span(2)
-        return event[:start] + event[end:]
+        return event[:start] + shape.left + event[end:]
 
     def feed(self, events: bytes) -> bytes:
         """Process complete events of the present segment, and return the bytes for the client.
@@ -218,7 +221,7 @@ class StreamMerger:
             return b"".join(map(self._feed_one, split_events(events)))
         if not self._not_resumable:
             self._keep_events(events, has_ids)
-        return strip_token_ids(events) if has_ids else events
+        return self._hide_ids(events) if has_ids else events
 
     def _feed_one(self, event: bytes) -> bytes:
         """Process one event that need not be parsed, like ``feed``."""
@@ -228,7 +231,11 @@ class StreamMerger:
         has_ids = event.find(IDS_MARK) >= 0
         if not self._not_resumable:
             self._keep_events(event, has_ids)
-        return strip_token_ids(event) if has_ids else event
+        return self._hide_ids(event) if has_ids else event
+
+    def _hide_ids(self, events: bytes) -> bytes:
+        """Return the events without the ids, which the client has not requested."""
+        return undo_token_ids(events) if self._nulls_ids else strip_token_ids(events)
 
     def must_parse(self, events: bytes) -> bool:
         """Return whether ``events`` must be parsed: one may end the segment, or all must be rewritten."""
@@ -301,7 +308,8 @@ class StreamMerger:
         if has_ids and self._templates_left:
             self._templates_left -= 1
             last = events.rfind(b"\n\n", 0, -2)
-            self._template = learn_template(events[last + 2 :] if last >= 0 else events) or self._template
+            event = events[last + 2 :] if last >= 0 else events
+            self._template = learn_template(event, self._nulls_ids) or self._template
         self._kept_bytes += len(events)
         if self._kept_bytes > _KEPT_BYTES or (not has_ids and len(self._kept) > _KEPT_WITHOUT_IDS):
             self._fold_events()
@@ -409,7 +417,7 @@ class StreamMerger:
         sent, has_begun = event if self._segment == 0 else self._as_first_segment(chunk), self._begun
         self._note_chunk(chunk)
         if not self._client_wants_ids:
-            return [strip_token_ids(sent)]
+            return [self._hide_ids(sent)]
         if self._held and not any(choice.get("finish_reason") for choice in find_choices(chunk)):
             self._withheld.append(sent)
             self._begun = has_begun

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from router.http.body import parse_inference
 from router.serving.resume import StreamMerger
 from router.serving.resume.event_template import learn_template
-from router.serving.resume.events import strip_token_ids
+from router.serving.resume.events import strip_token_ids, undo_token_ids
 from tests.router.calls import calls_in_router
 
 HEAD: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
@@ -60,6 +60,23 @@ def test_the_next_events_of_a_stream_are_stripped_as_if_they_were_read(form: str
     assert merging.shown_ids == [7, 1, 2, 4, 5, 6, 70_000]
     assert merging.text == ' firsttwo"token_ids":[3]\n\\"}]é🙂a'
     assert bool(merging.num_reasoning) == (form == "reasoning")
+
+
+@pytest.mark.parametrize("form", ["vllm", "completions"])
+def test_a_client_of_vllm_gets_null_in_place_of_the_ids_that_it_did_not_ask_for(form: str) -> None:
+    body = parse_inference(b'{"messages":[],"stream":true,"max_tokens":99}')
+    merging = StreamMerger(body, keeps_prompt=True, nulls_ids=True)
+    texts = [(" first", [7]), ('"token_ids":[3]', [4, 5]), ("\n", [6])]
+    wanted = [
+        event(form, text, ids).replace(
+            b'"token_ids":%s' % json.dumps(ids, separators=(",", ":")).encode(), b'"token_ids":null'
+        )
+        for text, ids in texts
+    ]
+    assert merging.feed(event(form, *texts[0])) == wanted[0]
+    for (text, ids), expected in zip(texts, wanted, strict=True):
+        assert merging.feed_usual(event(form, text, ids)) == expected == undo_token_ids(event(form, text, ids))
+    assert merging.shown_ids == [7, 7, 4, 5, 6]
 
 
 @pytest.mark.parametrize("form", FORMS)

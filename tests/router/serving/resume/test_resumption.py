@@ -6,6 +6,7 @@ The instances answer by a model whose next token depends on all before it, so a 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def read(stream: str) -> dict[str, Any]:
     assert all("error" not in chunk for chunk in chunks), stream
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     said = [choice.get("delta", choice) for choice in choices]
-    assert "token_ids" not in stream
+    assert not re.search(r'token_ids": *\[', stream)
     return {
         "text": "".join(part.get("content", part.get("text", "")) for part in said),
         "roles": [part["role"] for part in said if "role" in part],
@@ -301,6 +302,17 @@ def test_an_engine_that_tells_no_ids_is_not_asked_for_them(
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
     assert f"the engine {engine} reports no token ids" in error_of(ask(router, path))["message"]
     assert "return_token_ids" not in breaking.legs[0]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_ids_that_a_client_of_vllm_did_not_ask_for_are_null(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str
+) -> None:
+    breaking = Breaking("vllm", [])
+    stream = ask(make_router(breaking.serve(stand_in("mixed"))), path)
+    assert breaking.legs[0]["return_token_ids"] is True
+    assert len(re.findall(r'"token_ids": *null', stream)) == TOKENS
+    assert read(stream) == undisturbed(path)
 
 
 def test_a_stream_is_resumed_only_so_often(make_router: MakeRouter, stand_in: MakeStandIn) -> None:

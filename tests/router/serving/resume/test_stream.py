@@ -397,6 +397,20 @@ def test_a_client_that_asked_for_ids_gets_them() -> None:
     assert b"token_ids" not in StreamMerger(_body(stream=True)).feed(event)
 
 
+def test_vllms_events_with_ids_alone_are_not_for_a_client_that_did_not_ask_for_ids() -> None:
+    head = (
+        b'data: {"id":"1","choices":[{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s,"token_ids":[%d]}]}\n\n'
+    )
+    alone, last = head % (b"{}", b"null", 5), head % (b"{}", b'"stop"', 9)
+    text = head % (rb'{"content":"\"delta\":{},\"logprobs\":null,\"finish_reason\":null,"}', b"null", 6)
+    merger = StreamMerger(_body(stream=True), nulls_ids=True)
+    assert merger.feed(alone) == b""
+    assert merger.feed(alone + text) == text.replace(b"[6]", b"null")
+    assert merger.feed(alone + last) == last.replace(b"[9]", b"null")
+    assert merger.shown_ids == [5, 5, 6]
+    assert StreamMerger(_body(stream=True, return_token_ids=True), nulls_ids=True).feed(text) == text
+
+
 # Whole answers.
 
 
