@@ -616,4 +616,7 @@ class ServingRequest:
         if error is not None and not self._request.response_started:
             settings = self._services.settings
             error = to_dialect(settings.dialect, error, timeline.request_id, splitwise=settings.splitwise)
-        self._response.end_with(error, timeline.router_headers())
+        headers = timeline.router_headers()
+        if error is not None and error.status == 405 and (route := find_route(self._request.path)) is not None:
+            headers += b"allow: %s\r\n" % ", ".join(route.methods).encode()  # RFC 9110, 15.5.6
+        self._response.end_with(error, headers)

@@ -112,6 +112,12 @@ def members_to_strip(parsed: ParsedRequest, *more: str) -> list[str]:
     return [name for name in (*OF_PAIRS, *more) if name in given]
 
 
-def request_id_header(request_id: str) -> bytes:
-    """Return the header line with a request's id, for engines with OpenAI's API."""
+def request_id_header(parsed: ParsedRequest, request_id: str) -> bytes:
+    """Return the header line with a request's id, for engines with OpenAI's API.
+
+    It is empty for an id that the body contains and that is not ASCII: such an engine reads headers as Latin-1. It
+    prefers the header's id to the body's.
+    """
+    if not request_id.isascii() and parsed.body is not None and parsed.body.request_id:
+        return b""
     return b"%s: %s\r\n" % encode_request_id(request_id)

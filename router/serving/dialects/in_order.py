@@ -30,7 +30,7 @@ class InOrderPair(Pair):
     is_prefill_first = True
 
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
-        head = request_id_header(request_id)
+        head = request_id_header(parsed, request_id)
         return cut_to_one_token(parsed, head), LegPlan(NO_MEMBERS, members_to_strip(parsed), head), None
 
     def find_lost_hand_over(self, answer: bytes, prefill: Usage, decode: Usage) -> str:
@@ -54,4 +54,4 @@ def cut_to_one_token(parsed: ParsedRequest, head: bytes) -> LegPlan:
 
 def plan_by_header(parsed: ParsedRequest, request_id: str) -> LegPlan:
     """Return the changes of a request for one instance, not a pair. A header contains the request's id."""
-    return LegPlan(NO_MEMBERS, members_to_strip(parsed), request_id_header(request_id))
+    return LegPlan(NO_MEMBERS, members_to_strip(parsed), request_id_header(parsed, request_id))

@@ -73,7 +73,7 @@ class NixlPair(Pair):
 
     def plan(self, parsed: ParsedRequest, request_id: str) -> tuple[LegPlan, LegPlan, None]:
         _require_one_sequence(parsed)
-        head = request_id_header(request_id)
+        head = request_id_header(parsed, request_id)
         prefill = cut_to_one_token(parsed, head)
         members = {**prefill.members, "kv_transfer_params": _TO_REMOTE_DECODE}
         return prefill._replace(members=members), LegPlan(NO_MEMBERS, members_to_strip(parsed), head), None
@@ -147,7 +147,7 @@ class MooncakePair(Pair):
         if not engines:
             raise NotReady(self._bootstrap.learn_engines)
         rank = random.choice(list(engines))
-        head = request_id_header(request_id)
+        head = request_id_header(parsed, request_id)
         transfer = {"transfer_id": f"{random.getrandbits(128):032x}"}
         sends = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
         fetches = {

@@ -190,9 +190,22 @@ def test_a_request_id_that_is_no_string_is_a_400_that_names_it(make_router: Make
     assert (response.status_code, error_of(response)["param"]) == (400, "request_id")
 
 
+@pytest.mark.parametrize(("request_id", "header"), [("mine", "mine"), ("é☃", None)])
+def test_vllm_gets_an_id_that_a_header_cannot_carry_in_the_body_alone(
+    make_router: MakeRouter, stand_in: MakeStandIn, request_id: str, header: str | None
+) -> None:
+    instance = stand_in()
+    instance.told = {**instance.told, "engine": "vllm"}
+    assert make_router(instance).chat(request_id=request_id).status_code == 200
+    (got,) = instance.received
+    assert (got.json["request_id"], dict(got.headers).get("x-request-id")) == (request_id, header)
+
+
 def test_get_on_a_completion_path_is_a_405(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     response = make_router(stand_in()).client.get("/v1/chat/completions")
     assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    assert make_router(stand_in()).client.put("/v1/responses/r").headers["allow"] == "GET, DELETE"
 
 
 @pytest.mark.parametrize(
