@@ -27,7 +27,8 @@ CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
 def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     """Drain an instance: send it no new requests. With ``undrain``, end the drain.
 
-    With ``until_restart``, the drain ends automatically when another process uses the instance's address.
+    With ``until_restart``, the drain ends automatically when another process uses the instance's address. This does not
+    shorten a drain without ``until_restart``, because it may come from a hook that does not know of that drain.
 
     Raises:
         BadBody: the body is invalid.
@@ -36,7 +37,8 @@ def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     key, members = _parse_order(body)
     undrain, until_restart = (_parse_flag(members, name) for name in ("undrain", "until_restart"))
     instance = _find_instance(registry, key)
-    instance.set_draining(not undrain, until_restart=until_restart)
+    holds_already = instance.draining and not instance.drains_until_restart
+    instance.set_draining(not undrain, until_restart=until_restart and not holds_already)
     return _describe_outcome(instance)
 
 

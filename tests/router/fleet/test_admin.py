@@ -48,6 +48,20 @@ def test_resume_takes_a_pause_and_a_drain_back(make_router: MakeRouter, stand_in
     assert router.chat().status_code == 200
 
 
+def test_a_hooks_drain_does_not_shorten_an_operators(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in()
+    router = make_router()
+    assert instance.register(router.url, start_id="1").status_code == 200
+    order(router, "drain", instance)
+    order(router, "drain", instance, until_restart=True)  # as the instance's preStop hook sends it
+    assert instance.register(router.url, start_id="2").status_code == 200
+    assert router.chat().status_code == 503
+    order(router, "drain", instance, undrain=True)
+    order(router, "drain", instance, until_restart=True)
+    assert instance.register(router.url, start_id="3").status_code == 200
+    assert router.chat().status_code == 200
+
+
 @pytest.mark.parametrize("member", ["undrain", "until_restart"])
 def test_a_drains_members_are_true_or_false(make_router: MakeRouter, stand_in: MakeStandIn, member: str) -> None:
     instance = stand_in()
