@@ -566,9 +566,15 @@ def set_figures(data: bytes, figures: Mapping[bytes, bytes]) -> bytes:
 class TokenCount:
     """Counts the tokens of an event stream, for the case that the engine sends no usage."""
 
-    __slots__ = ("_by_ids", "_by_text")
+    __slots__ = ("_by_ids", "_by_text", "_has_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_ids: bool) -> None:
+        """
+        Args:
+            has_ids: whether the engine may send the ids of tokens. In the response of another endpoint, ids may be in a
+                part of the request that the engine repeats, so they do not count.
+        """
+        self._has_ids = has_ids
         self._by_ids = self._by_text = 0
 
     @property
@@ -578,7 +584,7 @@ class TokenCount:
 
     def add(self, events: bytes) -> None:
         """Count the tokens in ``events``, which are bytes from the engine."""
-        for ids in _GENERATED_IDS.findall(events):
+        for ids in _GENERATED_IDS.findall(events) if self._has_ids else ():
             self._by_ids += ids.count(b",") + 1
         if not self._by_ids:
             text = sum(map(len, _TEXT.findall(events)))

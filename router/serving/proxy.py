@@ -260,7 +260,8 @@ class ServingRequest:
                 tokens = estimate_tokens(request.body)
                 priority = services.auth.find_priority(client, request.headers)
                 if services.auth.token_rates.get(client, services.settings.max_tokens_per_sec_per_key):
-                    self._response.token_count = TokenCount()
+                    api = GENERATING.get(request.path)
+                    self._response.token_count = TokenCount(has_ids=api is not None and api.is_continuable)
                 if not services.admission.try_enter(client, tokens):
                     self._wait(self._queue(client, priority, tokens))
                     return

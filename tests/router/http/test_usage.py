@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.body import Usage, read_cached_figures, read_usage, set_figures
+from router.http.body import TokenCount, Usage, read_cached_figures, read_usage, set_figures
 
 _figures = st.none() | st.integers(0, 10**8)
 
@@ -129,3 +129,12 @@ def test_figures_that_the_answer_has_not_are_not_added() -> None:
         set_figures(b'{"usage": {"prompt_tokens": 9}}', {b"cached_tokens": b"4"}) == b'{"usage": {"prompt_tokens": 9}}'
     )
     assert set_figures(b'{"cached_tokens": 9}', {b"cached_tokens": b"4"}) == b'{"cached_tokens": 9}'
+
+
+@pytest.mark.parametrize(("has_ids", "tokens"), [(True, 1), (False, 8)])
+def test_ids_count_only_where_engines_send_them(has_ids: bool, tokens: int) -> None:
+    """In the responses API, engines repeat the tools of a request, whose schemas may have any names."""
+    count = TokenCount(has_ids=has_ids)
+    count.add(b'data: {"response":{"tools":[{"parameters":{"token_ids":[1]}}]}}\n\n')
+    count.add(b'data: {"delta":"%s"}\n\n' % (b"word" * 7))
+    assert count.tokens == tokens
