@@ -70,6 +70,10 @@ prepare() {
     if [ "$DRY_RUN" = no ]; then
         [ -n "${KVSTORE_PYTHON-}" ] || "$ROOT/scripts/setup"
         "$PYTHON" check_ports.py "$@" || exit
+        # The ports of one example may be free while another one runs, whose logs would be removed here.
+        mkdir -p "$ROOT/.cache"
+        exec 9>"$ROOT/.cache/example.lock"
+        flock -n 9 || die "another example runs in this checkout: end it first, with Ctrl-C"
     else
         printf 'cd %q\n\n' "$HERE"
     fi

@@ -184,6 +184,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if (args.output / "tokenizer.json").exists() or args.output.is_file():  # the tokenizer is written last
+        parser.error(f"--output {args.output} exists already; give a new folder")
     model = train(args.seed)
     model.save_pretrained(args.output)
     tokenizer().save_pretrained(args.output)

@@ -30,6 +30,12 @@ def test_an_unknown_argument_is_said_in_one_sentence() -> None:
     assert ended.stderr.startswith("run.sh: unknown argument '--bogus'; usage: run.sh")
 
 
+def test_a_checkpoint_of_others_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("theirs")
+    ended = run(sys.executable, FOLDER / "train_needle.py", "--output", tmp_path)
+    assert (ended.returncode, "exists already; give a new folder" in ended.stderr) == (2, True)
+
+
 def test_a_busy_port_is_named_before_anything_is_trained(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

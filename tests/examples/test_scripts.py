@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from engine.args import parse_args
-from tests.examples.script import EXAMPLES, complaint, loopback_only, running, script_environment
+from tests.examples.script import EXAMPLES, ROOT, complaint, loopback_only, running, script_environment
 
 pytestmark = pytest.mark.timeout(600)
 needs_ports = pytest.mark.usefixtures("ports_free_again")
@@ -43,6 +44,19 @@ def test_ctrl_c_while_starting_leaves_nothing_behind() -> None:
 
 
 @needs_ports
+def test_the_logs_of_another_example_that_runs_are_not_removed() -> None:
+    log, lock = EXAMPLES / "log_another" / "nohup", ROOT / ".cache" / "example.lock"
+    for path in (log, lock):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        told = complaint("run.sh", KVSTORE_PYTHON=sys.executable, MODEL_NAME=str(EXAMPLES))
+    assert told == "run.sh: another example runs in this checkout: end it first, with Ctrl-C\n"
+    assert log.exists()
+    shutil.rmtree(log.parent)
+
+
 def test_a_child_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     with running("run.sh", MODEL_NAME=str(tmp_path)) as script:
         assert script.end(60) == 1
