@@ -91,6 +91,10 @@ _log = logging.getLogger("router.app")
 MODELS_SECONDS = 5.0
 # Number of instances that are queried at the same time. Queries to all instances at once would delay other requests.
 MAX_ASKED_AT_ONCE = 64
+# A request for the models may pass through this number of routers. Without a limit, a router that is registered as its
+# own instance, perhaps under several names, would ask itself more and more often.
+MAX_HOPS = 2
+_HOPS = b"x-router-hops"
 # Maximum length of a query string, which the control plane parses.
 MAX_QUERY_BYTES = 8 * 1024
 # When the router stops, it may still send aborts to instances for this time.
@@ -636,14 +640,19 @@ def _add_headers(send: Send, headers: Headers) -> Send:
 
 async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
     """Return the models of all instances, and their aliases, by id."""
-    authorization = [header for header in request.headers.raw if header[0] == b"authorization"]
+    sent = [header for header in request.headers.raw if header[0] == b"authorization"]
+    hops = sum(header[0] == _HOPS for header in request.headers.raw)
+    if hops >= MAX_HOPS:
+        message = f"the request for the models has passed through {hops} routers; is a router registered at itself?"
+        raise Refused(ApiError(508, message, "loop_detected"))
+    sent += [(_HOPS, b"1")] * (hops + 1)
     asked_at_once = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
 
     async def list_models(instance: Instance) -> list[dict[str, Any]]:
         try:
             async with asked_at_once:
                 answer = await router.upstream.fetch(
-                    instance.address, "GET", "/v1/models", headers=authorization, timeout=MODELS_SECONDS
+                    instance.address, "GET", "/v1/models", headers=sent, timeout=MODELS_SECONDS
                 )
             return parse_models(answer.body)
         except (UpstreamError, ValueError) as exc:

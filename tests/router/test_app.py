@@ -280,6 +280,19 @@ def test_models_lists_each_model_of_all_instances_once(make_router: MakeRouter, 
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["a", "b", "c"])
 
 
+def test_a_router_that_is_its_own_instance_does_not_ask_itself_without_end(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    router = make_router(instance)
+    for host in ("127.0.0.1", "localhost"):
+        fields = {"role": "mixed", "host_ip": host, "port": router.port, "engine": "openai", "models": ["m"]}
+        assert router.client.post("/register", json=fields).status_code == 200
+    before = instance.models_asked
+    assert router.client.get("/v1/models").json()["data"]
+    assert instance.models_asked - before <= 3  # by the router itself, and by each of its two other names
+
+
 def test_without_instances_the_list_of_models_is_empty_and_no_failure(make_router: MakeRouter) -> None:
     """Clients that ask it first, as Open WebUI does, take a failure for a wrong address."""
     client = make_router().client
