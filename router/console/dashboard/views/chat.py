@@ -104,7 +104,6 @@ class _Conversation:
             return
         self._empty.classes(add="hidden")
         self._banner.hide()
-        self._field.set_value("")
         self._messages.append({"role": "user", "content": question})
         with self._turns:
             turn = _Turn(question)
@@ -119,7 +118,7 @@ class _Conversation:
         self._show_buttons()
         if trouble is not None:
             self._banner.show("bad", make_sentence(trouble))
-        self._end_turn(turn, question)
+        self._end_turn(turn)
 
     async def _read_answer(self, messages: list[dict[str, str]], turn: _Turn) -> None:
         """Send the question, and show the answer while it is generated.
@@ -131,16 +130,21 @@ class _Conversation:
         site = self._context.site
         async with site.collector.router.open_chat(body, site.api_key) as stream:
             turn.request_id = stream.request_id
+            # Not before: if the router refuses the question, its text must be in the field. The browser may ignore the
+            # second of two changes that follow at once.
+            if self._messages is messages and (self._field.value or "").strip() == turn.question:
+                self._field.set_value("")
             async for event in stream.read_events():
                 turn.take_event(event)
 
-    def _end_turn(self, turn: _Turn, question: str) -> None:
-        """Store the answer, even if it is incomplete. If there is none, put the question back into the input field."""
+    def _end_turn(self, turn: _Turn) -> None:
+        """Store the answer, even if it is incomplete. If there is none, put the question back into the empty field."""
         if turn.answer:
             self._messages.append({"role": "assistant", "content": turn.answer})
         else:
             self._messages.pop()
-            self._field.set_value(question)
+            if not self._field.value:
+                self._field.set_value(turn.question)
         turn.show_end()
 
 
@@ -148,6 +152,7 @@ class _Turn:
     """The elements for one question: its text, its streamed answer, and how much of its prompt was cached."""
 
     def __init__(self, question: str) -> None:
+        self.question = question
         self.answer = ""
         self.request_id = ""
         self._usage: Mapping[str, Any] | None = None

@@ -68,7 +68,7 @@ def test_a_router_that_is_gone_leaves_a_look_with_a_sentence() -> None:
 
 def test_what_is_no_router_is_told(stand_in: MakeStandIn) -> None:
     instance = stand_in(behave=answers(200, b"figure 1\n"))
-    assert look(instance.url).trouble.startswith(f"{instance.url} is not a KV router: ")
+    assert look(instance.url).trouble.startswith(f"the server at {instance.url} is not a router, because ")
 
 
 def test_without_the_admin_token_loads_are_known(
