@@ -163,6 +163,14 @@ class Engine:
         self.core.submit(sequence, answering.listener)
         return answering
 
+    def begin_at_once(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> list[Answering]:
+        """Submit prompts so that the engine has all of them before its next step, however slow this thread is."""
+        are_submitted = threading.Event()
+        self.core.call(are_submitted.wait)
+        begun = [self.begin(prompt, max_tokens, **more) for prompt in prompts]
+        are_submitted.set()
+        return begun
+
     def answer(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Answering:
         """Submit a prompt and wait until it ended and everything of it was saved."""
         answering = self.begin(prompt, max_tokens, **more)

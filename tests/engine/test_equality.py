@@ -80,7 +80,7 @@ class Reference:
 
 
 def asked_at_once(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    answers = [engine.begin(prompt, MAX_TOKENS) for prompt in prompts]
+    answers = engine.begin_at_once(prompts, MAX_TOKENS)
     tokens = [answering.wait() for answering in answers]
     engine.wait_until_idle()
     return tokens

@@ -207,7 +207,7 @@ def test_retrieval_reads_the_blocks_of_full_attention(family: str, offload_bound
     folder = write_checkpoint(GROUPED[family](), tmp_path)
     every_block = RetrievalConfig(BLOCK, BLOCK, 2 * BLOCK, 1.0, 0, offload_boundary)
     with Engine(folder, num_blocks=700, budget=40, retrieval=every_block) as engine:
-        answering = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS[-3:]]
+        answering = engine.begin_at_once(PROMPTS[-3:], MAX_TOKENS)
         answers = [each.wait() for each in answering]
         assert all(each.sequence.blocks_read > 0 for each in answering)
     check(folder, PROMPTS[-3:], answers)

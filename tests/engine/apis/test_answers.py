@@ -210,7 +210,7 @@ def test_generated_blocks_are_in_the_pool_as_they_fill_up_and_a_next_turn_elsewh
 def test_what_was_generated_before_a_preemption_is_not_computed_again(qwen2: Checkpoint) -> None:
     # Own cache and pool both: its blocks are taken from it, and what it needs again comes from the pool.
     with Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, save_outputs=True) as engine:
-        asked = [engine.begin(prompt_of(24, seed), 90) for seed in (1, 2)]
+        asked = engine.begin_at_once([prompt_of(24, seed) for seed in (1, 2)], 90)
         for one in asked:
             one.wait()
         preempted = asked[1].sequence

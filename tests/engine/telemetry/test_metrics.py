@@ -117,7 +117,7 @@ def test_places_and_blocks_are_those_of_now(engine: Engine) -> None:
 
 def test_preempted_requests_are_counted_as_they_wait_and_ever(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, num_blocks=9, start=False) as engine:
-        asked = [engine.begin([each, *PROMPT], 40) for each in range(2)]
+        asked = engine.begin_at_once([[each, *PROMPT] for each in range(2)], 40)
         seen = []
         preempt = engine.scheduler._wait_anew
 

@@ -217,7 +217,7 @@ def test_without_host_memory_blocks_stay_where_they_are_and_answers_are_the_same
 
 def test_a_preempted_sequence_finds_its_way_back(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     with Engine(tiny_checkpoint, num_blocks=22, retrieval=config(topk_percent=1.0)) as engine:
-        begun = [engine.begin(PROMPTS[i], MAX_TOKENS) for i in (0, 3)]
+        begun = engine.begin_at_once([PROMPTS[i] for i in (0, 3)], MAX_TOKENS)
         assert [answering.wait() for answering in begun] == [dense[0], dense[3]]
         engine.wait_until_idle()
         assert engine.metric("kvstore_preemptions_total") > 0
@@ -278,7 +278,7 @@ def test_only_exact_kv_is_in_the_pool_with_output_caching(
     settings = config(topk_percent=0.1, dense_boundary=100, offload_boundary=offload_boundary)
     options: Any = {"retrieval": settings, "store": store, "save_outputs": True, "max_model_len": 360}
     with Engine(tiny_checkpoint, num_blocks=num_blocks, **options) as engine:
-        begun = [engine.begin(prompt, MAX_TOKENS) for prompt in prompts]
+        begun = engine.begin_at_once(prompts, MAX_TOKENS)
         for answering in begun:
             answering.wait()
             assert answering.saved.wait(60)
