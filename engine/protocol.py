@@ -154,7 +154,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code or ("invalid_value" if status == 400 and param else None)  # as in FastDeploy
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
+    def rename_param(self, names: Mapping[str, str]) -> ApiError:
         """Return the same error with another name of the field; ``names`` maps chat's names to another API's names."""
         name, dot, rest = (self.param or "").partition(".")
         if name not in names:

@@ -111,7 +111,7 @@ def chat_of_messages(body: ConversationBody) -> ChatBody:
     try:
         return check_body(ChatBody, fields | body.fields_of_chat())
     except ApiError as exc:
-        raise exc.renamed(_NAMES) from None
+        raise exc.rename_param(_NAMES) from None
 
 
 def _read_message(index: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Responses:
         try:
             choices = await self._completions.begin_chat_choices(chat_of_responses(body, before))
         except ApiError as exc:
-            raise exc.renamed(_NAMES) from None
+            raise exc.rename_param(_NAMES) from None
         messages = [*before, *messages_of_input(body.input)]
         store = self._store if body.store else None
         return ResponsesResponse(f"resp_{unique}", choices, body, messages, self._completions.model, store)
@@ -64,7 +64,7 @@ class Responses:
         """
         stored = self._store.find_response(response_id) if self._store else None
         if stored is None:
-            raise _not_found(response_id)
+            raise _make_not_found_error(response_id)
         return stored.response
 
     def delete_response(self, response_id: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Responses:
             ApiError: 404; the response is not stored here.
         """
         if not (self._store and self._store.remove_response(response_id)):
-            raise _not_found(response_id)
+            raise _make_not_found_error(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     def _find_previous(self, response_id: str) -> StoredResponse:
@@ -207,5 +207,5 @@ def _describe_usage(usage: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _not_found(response_id: str) -> ApiError:
+def _make_not_found_error(response_id: str) -> ApiError:
     return ApiError(404, f"this instance has stored no response {quote_short(response_id)}", code="response_not_found")

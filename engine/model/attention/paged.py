@@ -242,7 +242,7 @@ def paged_attention(
         keys, values = gathered[..., : prefill.context, :].unbind()
         queries = grouped[:, :, prefill.start : prefill.stop]
         if has_scores:
-            attended = attend_chunk(queries, keys, values, attn_mask=prefill.seen, scale=scaling)
+            attended = attend_chunk(queries, keys, values, attn_mask=prefill.attention_mask, scale=scaling)
         else:
             shape = (kv_heads, heads // kv_heads, prefill.context, head_dim)
             attended = scaled_dot_product_attention(

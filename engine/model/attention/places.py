@@ -114,11 +114,11 @@ class Prefill:
         return self.num_before + self.stop - self.start
 
     @cached_property
-    def seen(self) -> torch.Tensor:
+    def attention_mask(self) -> torch.Tensor:
         """Bool mask ``[tokens, context]``: the tokens that each token of the chunk attends to."""
-        seen = torch.ones(self.stop - self.start, self.context, dtype=torch.bool, device=self.pages.device)
-        seen = seen.tril(self.num_before)
-        return seen.triu(self.num_before - self.span + 1) if self.span else seen
+        mask = torch.ones(self.stop - self.start, self.context, dtype=torch.bool, device=self.pages.device)
+        mask = mask.tril(self.num_before)
+        return mask.triu(self.num_before - self.span + 1) if self.span else mask
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class TablePlan:
             return prefill
         if self._form.has_causal_kernels and not span:
             return replace(prefill, mask=causal_lower_right(num_tokens, row.high))
-        return replace(prefill, mask=prefill.seen)
+        return replace(prefill, mask=prefill.attention_mask)
 
     def _place_decodes(
         self, group: list[_Row], rows: torch.Tensor, highs: torch.Tensor, lows: torch.Tensor, tables: torch.Tensor
