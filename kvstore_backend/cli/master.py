@@ -317,8 +317,8 @@ def _check_values(arguments: argparse.Namespace) -> None:
         )
     if arguments.snapshot_dir and Path(arguments.snapshot_dir).exists() and not Path(arguments.snapshot_dir).is_dir():
         raise ConfigError(f"--snapshot-dir is {arguments.snapshot_dir!r}, which is not a folder")
-    if arguments.rpc_threads < 1:
-        raise ConfigError(f"--rpc-threads is {arguments.rpc_threads}; it must be at least 1")
+    if arguments.rpc_threads < 0:  # 0: as many as Mooncake's --max_threads
+        raise ConfigError(f"--rpc-threads is {arguments.rpc_threads}; it must be at least 0")
     if arguments.snapshot_interval < 1:
         raise ConfigError(f"--snapshot-interval is {arguments.snapshot_interval}; it must be at least one second")
     tenants = arguments.tenants

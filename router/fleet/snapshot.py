@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -163,7 +164,9 @@ class Snapshot:
             with self._path.open("rb") as file:
                 head = file.read(len(_HEAD))
             if head and head != _HEAD:
-                return self._path.rename(self._path.with_name(self._path.name + ".other"))
+                names = (f"{self._path.name}.other{number or ''}" for number in count())
+                aside = next(path for path in map(self._path.with_name, names) if not path.exists())
+                return self._path.rename(aside)
         return None
 
     def _restore_instance(self, registration: Registration, entry: dict[str, Any], now: float) -> None:

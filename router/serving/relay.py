@@ -403,10 +403,6 @@ def _find_events_end(data: bytes | bytearray, seen: int = 0) -> int:
     Args:
         data: events; the last event may be incomplete.
         seen: number of bytes at the beginning that are known to contain no complete event.
-
-    Returns:
-        The complete events, and the beginning of an incomplete event. A very long event is not retained until it is
-        complete: all of ``data`` is returned as the first value.
     """
     if data.endswith(_EVENT_ENDS):
         return len(data)

@@ -115,7 +115,7 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
             "--evction_ratio is not a flag of kvstore master, nor of mooncake_",
         ),
         (["master", "--lease", "forever"], "--lease is 'forever'; it must be a whole number of ms, s, m or h"),
-        (["master", "--rpc-threads", "0", "--print"], "--rpc-threads is 0; it must be at least 1"),
+        (["master", "--rpc-threads=-1", "--print"], "--rpc-threads is -1; it must be at least 0"),
         (["master", "--snapshot-dir", "/dev/null", "--print"], "--snapshot-dir is '/dev/null', which is not a folder"),
         (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a readable file with quotas"),
     ],

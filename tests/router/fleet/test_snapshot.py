@@ -296,6 +296,9 @@ def test_a_file_of_others_is_not_replaced(path: Path, caplog: pytest.LogCaptureF
     path.write_bytes(path.read_bytes()[:40])
     keeper.restore(now=0.0)  # a damaged snapshot may be replaced
     assert aside.read_text() == "words"
+    path.write_text("more words")
+    keeper.restore(now=0.0)
+    assert (aside.read_text(), aside.with_name(aside.name + "1").read_text()) == ("words", "more words")
 
 
 def test_one_that_cannot_be_written_is_said_and_does_no_harm(path: Path, caplog: pytest.LogCaptureFixture) -> None:
