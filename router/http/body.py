@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -80,6 +81,7 @@ _USAGE_BEGIN = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _USAGE_BYTES = 2048
 # Limit of a token count. No request has so many tokens, so an instance with such a usage is damaged or hostile.
 _MOST_TOKENS = 100_000_000
+_COUNT = re.compile(rb'"(prompt|completion|input|output|cache_(?:read|creation)_input)_tokens"\s*:\s*(\d{1,15})\b')
 # Names that engines and APIs have for the number of cached prompt tokens.
 _CACHED_NAME = (
     rb"(?:own_|pool_)?cached_tokens|created_cache_tokens|cache_write_tokens|cache_(?:read|creation)_input_tokens"
@@ -472,9 +474,9 @@ _NO_FIGURES = Usage()
 def read_usage(data: bytes) -> Usage | None:
     """Return the last usage in ``data``, which is a response or the end of an event stream; None if it has no usage.
 
-    If ``data`` has several, the counts of tokens are the larger ones of the first and the last usage. One of them may
-    be in a part of the request that the engine repeats, such as the metadata or the schema of a tool: before the
-    engine's own usage (vLLM) or after it (SGLang). So a client can make its counts too high, but not too low.
+    If ``data`` has several, the counts of tokens are the largest ones in ``data``. All but one may be in parts of the
+    request that the engine repeats, such as metadata or the schema of a tool, before or after the engine's own usage.
+    So a client can make its counts too high, but not too low.
     """
     mark, last = data.rfind(_USAGE_MARK), None
     while mark >= 0 and (last := _USAGE_BEGIN.match(data, mark)) is None:  # a text, or null
@@ -482,14 +484,17 @@ def read_usage(data: bytes) -> Usage | None:
     if last is None:
         return None
     usage = _parse_usage(data, last.end())
-    if data.find(_USAGE_MARK, 0, mark) < 0 or (first := _USAGE_BEGIN.search(data, 0, mark)) is None:
+    if data.find(_USAGE_MARK, 0, mark) < 0 or _USAGE_BEGIN.search(data, 0, mark) is None:
         return usage
-    earlier = _parse_usage(data, first.end())
-    if usage is None or earlier is None:
-        return usage or earlier
-    counts = zip(usage[:2], earlier[:2], strict=True)
-    prompt, completion = (max((each for each in pair if each is not None), default=None) for pair in counts)
-    return usage._replace(prompt_tokens=prompt, completion_tokens=completion)
+    largest: Counter[bytes] = Counter()
+    for name, digits in _COUNT.findall(data):
+        if largest[name] < (count := int(digits)) <= _MOST_TOKENS:
+            largest[name] = count
+    own = usage or _NO_FIGURES
+    inputs = largest[b"input"] + largest[b"cache_read_input"] + largest[b"cache_creation_input"]
+    prompt = max(largest[b"prompt"], inputs) or own.prompt_tokens
+    completion = max(largest[b"completion"], largest[b"output"]) or own.completion_tokens
+    return own._replace(prompt_tokens=prompt, completion_tokens=completion) if largest else usage
 
 
 def _parse_usage(data: bytes, start: int) -> Usage | None:

@@ -68,6 +68,21 @@ def test_a_part_of_the_request_that_is_repeated_does_not_lower_the_usage(echoed:
     assert found[:2] == (9, 4)
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"input_tokens": 9, "output_tokens": 4},
+        {"prompt_tokens": 9, "completion_tokens": 4},
+        {"input_tokens": 2, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 3, "output_tokens": 4},
+    ],
+)
+def test_repeated_parts_before_and_after_the_usage_do_not_lower_it(usage: dict[str, int]) -> None:
+    repeated = b'"usage":{"input_tokens":1,"prompt_tokens":0,"output_tokens":0}'
+    found = read_usage(b'{"a":{%s},"usage":%s,"b":{%s}}' % (repeated, json.dumps(usage).encode(), repeated))
+    assert found is not None
+    assert found[:2] == (9, 4)
+
+
 def test_the_counts_of_a_messages_stream_are_in_two_events() -> None:
     begin = {"usage": {"input_tokens": 100, "output_tokens": 1}}
     end = {"usage": {"input_tokens": 0, "output_tokens": 5}}
