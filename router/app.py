@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -91,10 +92,11 @@ _log = logging.getLogger("router.app")
 MODELS_SECONDS = 5.0
 # Number of instances that are queried at the same time. Queries to all instances at once would delay other requests.
 MAX_ASKED_AT_ONCE = 64
-# A request for the models may pass through this number of routers. Without a limit, a router that is registered as its
-# own instance, perhaps under several names, would ask itself more and more often.
-MAX_HOPS = 2
+# A request for the models names the routers that it has passed through, at most this number. Otherwise a router that is
+# registered as its own instance, perhaps under several names, would ask itself more and more often.
+MAX_HOPS = 8
 _HOPS = b"x-router-hops"
+_ROUTER_ID = secrets.token_hex(8)  # the workers of a router have the same id, because they are forked later
 # Maximum length of a query string, which the control plane parses.
 MAX_QUERY_BYTES = 8 * 1024
 # When the router stops, it may still send aborts to instances for this time.
@@ -641,11 +643,11 @@ def _add_headers(send: Send, headers: Headers) -> Send:
 async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[str, Any]]:
     """Return the models of all instances, and their aliases, by id."""
     sent = [header for header in request.headers.raw if header[0] == b"authorization"]
-    hops = sum(header[0] == _HOPS for header in request.headers.raw)
-    if hops >= MAX_HOPS:
-        message = f"the request for the models has passed through {hops} routers; is a router registered at itself?"
+    hops = ",".join(request.headers.getlist(_HOPS.decode()))
+    if _ROUTER_ID in hops or hops.count(",") >= MAX_HOPS:
+        message = f"the request came through this router, or {MAX_HOPS} others: is a router registered at itself?"
         raise Refused(ApiError(508, message, "loop_detected"))
-    sent += [(_HOPS, b"1")] * (hops + 1)
+    sent += [(_HOPS, f"{hops},{_ROUTER_ID}".encode())]
     asked_at_once = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
 
     async def list_models(instance: Instance) -> list[dict[str, Any]]:

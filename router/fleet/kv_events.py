@@ -64,8 +64,9 @@ class KvEventReader:
         self._context.set(zmq.MAX_SOCKETS, 65_535)  # three for each instance; the default is 1,023
         self.publishers: dict[str, Publisher] = {}
         """The publishers by key. ``update_publishers`` changes this dictionary."""
-        # The instances that have reported too many blocks, by key, with their identities, which a restart changes.
-        self._oversized: dict[str, tuple[object, ...]] = {}
+        # The keys of the instances that have reported too many blocks, and have not restarted since.
+        self._oversized: set[str] = set()
+        registry.events.lost_caches.subscribe(self._oversized.discard)
         self._publishers_policy = PrefixPolicy()
         self._registry = registry
         self._policies = {role: each for role, each in policies.items() if isinstance(each, PrefixPolicy)}
@@ -137,8 +138,7 @@ class KvEventReader:
         }
         for instance in self._registry:
             policy = self._policies.get(instance.role)
-            is_oversized = self._oversized.get(instance.key) == instance.registration.identity
-            if instance.kv_events and policy is not None and not is_oversized:
+            if instance.kv_events and policy is not None and instance.key not in self._oversized:
                 followed[instance.key] = instance, policy
         return followed
 
@@ -161,7 +161,7 @@ class KvEventReader:
         for instance in self._registry:
             feed = None if instance.key in self.publishers else self._feeds.get(instance.key)
             if feed is not None and len(feed.cache) > MAX_INSTANCE_BLOCKS:
-                self._oversized[instance.key] = instance.registration.identity
+                self._oversized.add(instance.key)
                 _log.error(
                     "the KV events of instance %s are ignored until it restarts: it has reported %d blocks, and this "
                     "router stores at most %d of an instance",

@@ -25,6 +25,8 @@ _ANY_NAMES = frozenset({"", "any", "default"})
 
 # Limit of the bytes of a list of models, which blocks the router while it is parsed.
 _LIST_BYTES = 4 * 1024 * 1024
+# Limit of the bytes of a response that a message quotes.
+_QUOTED_BYTES = 200
 
 UNLISTED = "\0"
 """Name for every model that no instance lists. An instance that does not list its models may serve such a model."""
@@ -40,8 +42,8 @@ def parse_models(data: bytes) -> list[dict[str, Any]]:
         raise ValueError(f"the list of models is longer than {_LIST_BYTES} bytes")
     try:
         listed = orjson.loads(data)["data"]
-    except (ValueError, KeyError, TypeError) as exc:
-        raise ValueError(f"the response is not a list of models: {exc!r}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"the response is not a list of models: {data[:_QUOTED_BYTES]!r}") from None
     if not isinstance(listed, list):
         raise ValueError("the response is not a list of models: its data is not a list")
     if len(listed) > MAX_MODELS:

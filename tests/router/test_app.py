@@ -12,6 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router import app
 from router.fleet.breaker import FAILURES
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers, chat_answer, stalls, streams_until
@@ -290,7 +291,13 @@ def test_a_router_that_is_its_own_instance_does_not_ask_itself_without_end(
         assert router.client.post("/register", json=fields).status_code == 200
     before = instance.models_asked
     assert router.client.get("/v1/models").json()["data"]
-    assert instance.models_asked - before <= 3  # by the router itself, and by each of its two other names
+    assert instance.models_asked - before == 1
+
+
+def test_a_request_for_the_models_passes_through_a_few_routers(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    client = make_router(stand_in()).client
+    for hops, status in ((",a,b,c", 200), (",a" * app.MAX_HOPS, 508)):
+        assert client.get("/v1/models", headers={"X-Router-Hops": hops}).status_code == status
 
 
 def test_without_instances_the_list_of_models_is_empty_and_no_failure(make_router: MakeRouter) -> None:

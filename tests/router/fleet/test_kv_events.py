@@ -147,6 +147,19 @@ def test_the_events_of_an_instance_with_too_many_blocks_are_ignored(
     assert followed.reader.find_cache(KEY) is None
 
 
+def test_the_events_of_such_an_instance_are_read_again_after_it_has_restarted(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "MAX_INSTANCE_BLOCKS", 100)
+    followed.publisher.store(*range(101))
+    wait_until(lambda: followed.instance.cache_known is None and not followed.policy.caches, "the end of the feed")
+    followed.publisher.stop()
+    followed.publisher.start()
+    followed.publisher.store(1)
+    followed.registry.events.lost_caches.emit(KEY)
+    followed.wait_for_blocks()
+
+
 def test_ten_thousand_events_at_once_are_all_applied(followed: Followed) -> None:
     for block in range(10_000):
         followed.publisher.store(block)
