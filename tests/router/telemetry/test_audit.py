@@ -1,4 +1,4 @@
-"""The access log, and what is kept of the last requests."""
+"""The access log, and the records of the last requests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.router.stand_in import Received, Responder, answers, cuts, streams
 from tests.support.waiting import wait_until
 
 
-def record(request_id: str = "r", **changes: Any) -> RequestRecord:
+def make_record(request_id: str = "r", **changes: Any) -> RequestRecord:
     return RequestRecord("POST", "/v1/chat/completions", 1760000000.1239, request_id, **changes)
 
 
-def in_a_loop(work: Callable[[], None]) -> None:
+def run(work: Callable[[], None]) -> None:
     """Call ``work`` in an event loop that ends at once, before its timers fire."""
 
     async def main() -> None:
@@ -36,7 +36,7 @@ def in_a_loop(work: Callable[[], None]) -> None:
     asyncio.run(main())
 
 
-def add(log: Audit, *records: RequestRecord) -> None:
+def add_records(log: Audit, *records: RequestRecord) -> None:
     """Add ``records`` in an event loop that ends at once, before its timers fire."""
 
     async def main() -> None:
@@ -46,18 +46,16 @@ def add(log: Audit, *records: RequestRecord) -> None:
     asyncio.run(main())
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def test_each_request_is_one_line_of_json(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    in_a_loop(
-        lambda: log.add_record(record(status=200, prefill="p:1", decode="d:1", first_byte_ms=1.239, cached_tokens=64))
-    )
+    add_records(log, make_record(status=200, prefill="p:1", decode="d:1", first_byte_ms=1.239, cached_tokens=64))
     log.close()
-    (line,) = lines_of(path)
+    (line,) = read_lines(path)
     expected = {"time": 1760000000.124, "method": "POST", "path": "/v1/chat/completions", "status": 200}
     expected |= {"request_id": "r", "prefill": "p:1", "decode": "d:1", "first_byte_ms": 1.24, "cached_tokens": 64}
     assert expected.items() <= line.items()
@@ -76,7 +74,7 @@ CHAT = "/v1/chat/completions"
         ({"extra_body": {"top_k": 1}, "user": "ann", "req_id": 7}, {}, {}),
     ],
 )
-def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_line(
+def test_a_requests_line_has_the_ids_that_fastdeploys_users_search_for(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     tmp_path: Path,
@@ -89,8 +87,8 @@ def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_line(
     router = make_router(instance, access_log=str(path))
     router.client.post(CHAT, json={"messages": [], "request_id": "r", **body}, headers=headers)
     assert instance.received[0].header("x_bd_logid") == headers.get("X_BD_LOGID")  # in the instances' logs, too
-    wait_until(lambda: len(lines_of(path)) == 1, "the line")
-    (line,) = lines_of(path)
+    wait_until(lambda: len(read_lines(path)) == 1, "the line")
+    (line,) = read_lines(path)
     names = {"x_bd_logid", "req_id", "session_id"}
     assert {name: line[name] for name in names & line.keys()} == ids
     assert ids.items() <= router.client.get("/admin/explain/r").json().items()
@@ -104,21 +102,21 @@ def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_line(
         ({"req_id": "i" * 129}, {"X-Session-Id": "i" * 129, "X_BD_LOGID": "i" * 129}),
     ],
 )
-def test_128_characters_of_a_clients_ids_are_kept_and_written(
+def test_128_characters_of_a_clients_ids_are_stored_and_written(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     path = tmp_path / "access.log"
-    router, kept = make_router(stand_in(), access_log=str(path)), list[RequestRecord]()
-    router.app.audit.subscribe_to_batches(kept.extend)
+    router, records = make_router(stand_in(), access_log=str(path)), list[RequestRecord]()
+    router.app.audit.subscribe_to_batches(records.extend)
     router.client.post(CHAT, json={"messages": [], "request_id": "r", **body}, headers=headers)
-    wait_until(lambda: bool(kept) and len(lines_of(path)) == 1, "the line")
+    wait_until(lambda: bool(records) and len(read_lines(path)) == 1, "the line")
     ids = dict.fromkeys(("session_id", "req_id", "x_bd_logid"), "i" * 128)
-    assert kept[0].client_ids == ids
-    assert ids.items() <= lines_of(path)[0].items()
+    assert records[0].client_ids == ids
+    assert ids.items() <= read_lines(path)[0].items()
     assert ids.items() <= router.client.get("/admin/explain/r").json().items()
 
 
-def test_halves_of_characters_in_a_clients_ids_do_not_hide_its_request(
+def test_lone_surrogates_in_a_clients_ids_do_not_hide_its_request(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     path = tmp_path / "access.log"
@@ -126,45 +124,45 @@ def test_halves_of_characters_in_a_clients_ids_do_not_hide_its_request(
     router.client.post(
         CHAT, content=b'{"messages": [], "request_id": "r", "req_id": "a\\ud800", "session_id": "\\udfff"}'
     )
-    wait_until(lambda: len(lines_of(path)) == 1, "the line")
+    wait_until(lambda: len(read_lines(path)) == 1, "the line")
     ids = {"req_id": "a?", "session_id": "?"}
-    assert ids.items() <= lines_of(path)[0].items()
+    assert ids.items() <= read_lines(path)[0].items()
     assert ids.items() <= router.client.get("/admin/explain/r").json().items()
 
 
-def test_a_request_that_cannot_be_read_is_found_by_its_header(make_router: MakeRouter, tmp_path: Path) -> None:
+def test_the_line_of_an_invalid_body_has_the_log_id_of_its_header(make_router: MakeRouter, tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     make_router(access_log=str(path)).client.post(CHAT, content=b"x", headers={"X_BD_LOGID": "log-1"})
-    wait_until(lambda: len(lines_of(path)) == 1, "the line")
-    assert lines_of(path)[0]["x_bd_logid"] == "log-1"
+    wait_until(lambda: len(read_lines(path)) == 1, "the line")
+    assert read_lines(path)[0]["x_bd_logid"] == "log-1"
 
 
-def test_nothing_a_client_sends_can_make_a_second_line(tmp_path: Path) -> None:
+def test_a_line_break_in_a_request_id_does_not_begin_a_second_line(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    add(log, record('x"\n{"status":200}\r\u2028'))
+    add_records(log, make_record('x"\n{"status":200}\r\u2028'))
     log.close()
-    assert [line["request_id"] for line in lines_of(path)] == ['x"\n{"status":200}\r\u2028']
+    assert [line["request_id"] for line in read_lines(path)] == ['x"\n{"status":200}\r\u2028']
 
 
-def test_lines_are_written_soon_and_in_order(tmp_path: Path) -> None:
+def test_lines_are_written_in_order_before_the_log_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
 
     async def main() -> None:
         for number in range(3 * audit.BATCH_RECORDS + 1):
-            log.add_record(record(str(number)))
-        await asyncio.to_thread(wait_until, lambda: len(lines_of(path)) == 3 * audit.BATCH_RECORDS + 1, "all lines")
+            log.add_record(make_record(str(number)))
+        await asyncio.to_thread(wait_until, lambda: len(read_lines(path)) == 3 * audit.BATCH_RECORDS + 1, "all lines")
 
     asyncio.run(main())
     log.close()
-    assert [line["request_id"] for line in lines_of(path)] == [str(n) for n in range(3 * audit.BATCH_RECORDS + 1)]
+    assert [line["request_id"] for line in read_lines(path)] == [str(n) for n in range(3 * audit.BATCH_RECORDS + 1)]
 
 
 def test_subscribers_get_each_record_once_in_order_and_in_bounded_batches() -> None:
     log, batches = Audit(RouterSettings(access_log="off")), list[list[RequestRecord]]()
     log.subscribe_to_batches(lambda batch: batches.append(list(batch)))
-    ended = [record(str(number)) for number in range(3 * audit.BATCH_RECORDS + 1)]
+    ended = [make_record(str(number)) for number in range(3 * audit.BATCH_RECORDS + 1)]
 
     async def main() -> None:
         for entry in ended:
@@ -177,56 +175,56 @@ def test_subscribers_get_each_record_once_in_order_and_in_bounded_batches() -> N
     assert max(map(len, batches)) <= audit.BATCH_RECORDS + 1
 
 
-def test_nothing_is_lost_when_it_closes(tmp_path: Path) -> None:
+def test_a_close_writes_all_records(tmp_path: Path) -> None:
     path, counted = tmp_path / "access.log", list[RequestRecord]()
     log = Audit(RouterSettings(access_log=str(path)))
     log.subscribe_to_batches(counted.extend)
-    add(log, *(record(str(number)) for number in range(10)))
-    assert (counted, lines_of(path)) == ([], [])
+    add_records(log, *(make_record(str(number)) for number in range(10)))
+    assert (counted, read_lines(path)) == ([], [])
     log.close()
-    assert [entry.request_id for entry in counted] == [line["request_id"] for line in lines_of(path)]
+    assert [entry.request_id for entry in counted] == [line["request_id"] for line in read_lines(path)]
     assert len(counted) == 10
 
 
-def test_who_reads_the_figures_early_changes_no_line(tmp_path: Path) -> None:
+def test_an_early_flush_of_the_records_changes_no_line(tmp_path: Path) -> None:
     path, counted = tmp_path / "access.log", list[RequestRecord]()
     log = Audit(RouterSettings(access_log=str(path)))
     log.subscribe_to_batches(counted.extend)
     for number in range(6):
-        add(log, record(str(number)))
+        add_records(log, make_record(str(number)))
         if number % 2:
             log.flush_records()
             assert len(counted) == number + 1
     log.close()
-    assert [line["request_id"] for line in lines_of(path)] == [str(number) for number in range(6)]
+    assert [line["request_id"] for line in read_lines(path)] == [str(number) for number in range(6)]
 
 
-def test_a_request_waits_for_one_call() -> None:
+def test_adding_a_record_makes_one_call() -> None:
     log, called = Audit(RouterSettings(access_log="off")), list[str]()
     log.subscribe_to_batches(lambda batch: None)
-    entry = record()
-    in_a_loop(lambda: called.extend(calls_in_router(lambda: log.add_record(entry))))
+    entry = make_record()
+    run(lambda: called.extend(calls_in_router(lambda: log.add_record(entry))))
     assert called == ["add_record"]
 
 
-def test_what_no_json_library_likes_is_written_all_the_same(tmp_path: Path) -> None:
+def test_a_lone_surrogate_and_a_number_of_65_bits_are_written(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    add(log, record("\ud800", prompt_tokens=1 << 64))
+    add_records(log, make_record("\ud800", prompt_tokens=1 << 64))
     log.close()
-    assert lines_of(path)[0]["prompt_tokens"] == 1 << 64
+    assert read_lines(path)[0]["prompt_tokens"] == 1 << 64
 
 
-def test_what_is_there_already_is_kept(tmp_path: Path) -> None:
+def test_lines_are_appended_to_an_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     path.write_text("{}\n")
     log = Audit(RouterSettings(access_log=str(path)))
-    add(log, record())
+    add_records(log, make_record())
     log.close()
-    assert len(lines_of(path)) == 2
+    assert len(read_lines(path)) == 2
 
 
-def test_a_log_that_cannot_be_opened_is_one_sentence() -> None:
+def test_a_log_that_cannot_be_opened_is_refused_with_one_sentence() -> None:
     with pytest.raises(
         SettingsError, match=r"log.access-log is '/no/such/file', which cannot be opened: No such file or directory"
     ):
@@ -234,16 +232,16 @@ def test_a_log_that_cannot_be_opened_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("long_line", [False, True])
-def test_a_reader_that_has_stopped_is_not_waited_for(
+def test_the_log_does_not_wait_for_a_reader_that_has_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_line: bool
 ) -> None:
-    """A pipe holds 64 KiB; what does not fit is kept up to a limit, then lost and counted; lines stay whole."""
+    """A pipe holds 64 KiB. Further lines are stored up to a limit, then dropped and counted; lines stay whole."""
     monkeypatch.setattr(audit, "MAX_BACKLOG_LINES", 500)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = Audit(RouterSettings(access_log=str(pipe)))
-    written = [record(str(number), client="c" * 3000 * long_line) for number in range(2000)]
+    written = [make_record(str(number), client="c" * 3000 * long_line) for number in range(2000)]
 
     async def main() -> None:
         for entry in written:
@@ -252,36 +250,36 @@ def test_a_reader_that_has_stopped_is_not_waited_for(
 
     asyncio.run(main())
     log.close()
-    came = os.read(reader, 1 << 20)
+    received = os.read(reader, 1 << 20)
     os.close(reader)
-    assert came.endswith(b"\n")
-    numbers = [json.loads(line)["request_id"] for line in came.splitlines()]
+    assert received.endswith(b"\n")
+    numbers = [json.loads(line)["request_id"] for line in received.splitlines()]
     assert numbers == [str(number) for number in range(len(numbers))]
     assert 0 < len(numbers) < 2000
     assert log.lost_lines > 0
 
 
-def test_a_line_fits_into_a_pipe_whatever_a_client_sends(tmp_path: Path) -> None:
+def test_a_line_with_a_long_path_and_a_long_id_fits_into_a_pipe(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = Audit(RouterSettings(access_log=str(path)))
-    add(log, RequestRecord("POST", "\x01" * 9000, 0.0, request_id="\x01" * 9000))
+    add_records(log, RequestRecord("POST", "\x01" * 9000, 0.0, request_id="\x01" * 9000))
     log.close()
     assert path.stat().st_size <= select.PIPE_BUF
 
 
-def test_a_pipe_that_nobody_reads_is_one_sentence_at_once(tmp_path: Path) -> None:
+def test_a_pipe_without_a_reader_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SettingsError, match="pipe', which cannot be opened: No such device or address"):
         Audit(RouterSettings(access_log=str(tmp_path / "pipe")))
 
 
-def test_a_closed_reader_loses_lines_but_does_no_harm(tmp_path: Path) -> None:
+def test_lines_to_a_closed_reader_are_counted_as_lost(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = Audit(RouterSettings(access_log=str(pipe)))
     os.close(reader)
-    add(log, record())
+    add_records(log, make_record())
     log.close()
     assert log.lost_lines == 1
 
@@ -290,35 +288,35 @@ def test_a_request_is_explained_with_each_attempt_and_its_reasons() -> None:
     log = Audit(RouterSettings(access_log="off"))
     first = AttemptRecord((Decision("p:1", {"cost": 3.0}, 100.0, 64), Decision("d:1", {"requests": 0}, 0.0)), "429")
     second = AttemptRecord((Decision("p:2", {"cost": 4.0}, 100.0), Decision("d:1", {"requests": 0}, 0.0)), "answered")
-    add(log, record(status=200, prefill="p:2", decode="d:1", cached_tokens=0, attempts=[first, second]))
-    told = log.explain_request("r")
-    assert told is not None
-    assert [attempt["ended"] for attempt in told["attempts"]] == ["429", "answered"]
-    assert told["attempts"][0]["decisions"][0] == {
+    add_records(log, make_record(status=200, prefill="p:2", decode="d:1", cached_tokens=0, attempts=[first, second]))
+    found = log.explain_request("r")
+    assert found is not None
+    assert [attempt["ended"] for attempt in found["attempts"]] == ["429", "answered"]
+    assert found["attempts"][0]["decisions"][0] == {
         "instance": "p:1",
         "reasons": {"cost": 3.0},
         "work": 100.0,
         "predicted_cached_tokens": 64,
     }
-    assert (told["status"], told["prefill"], told["cached_tokens"]) == (200, "p:2", 0)
+    assert (found["status"], found["prefill"], found["cached_tokens"]) == (200, "p:2", 0)
 
 
-@pytest.mark.parametrize("asked", ["r", "chatcmpl-r", "cmpl-r"])
-def test_a_request_is_found_by_its_id_or_the_engines(asked: str) -> None:
+@pytest.mark.parametrize("request_id", ["r", "chatcmpl-r", "cmpl-r"])
+def test_a_request_is_found_by_its_id_or_by_the_engines_id(request_id: str) -> None:
     log = Audit(RouterSettings(access_log="off"))
-    add(log, record("r"))
-    assert log.explain_request(asked) is not None
+    add_records(log, make_record("r"))
+    assert log.explain_request(request_id) is not None
 
 
-def test_of_two_requests_with_one_id_the_last_is_explained() -> None:
+def test_the_last_of_two_requests_with_one_id_is_explained() -> None:
     log = Audit(RouterSettings(access_log="off"))
-    add(log, record(status=429), record(status=200))
+    add_records(log, make_record(status=429), make_record(status=200))
     assert log.explain_request("r")["status"] == 200  # type: ignore[index]
 
 
-def test_old_requests_are_forgotten() -> None:
+def test_the_oldest_records_are_dropped() -> None:
     log = Audit(RouterSettings(access_log="off"))
-    add(log, *(record(str(number)) for number in range(audit.MAX_RECORDS + 1)))
+    add_records(log, *(make_record(str(number)) for number in range(audit.MAX_RECORDS + 1)))
     assert (log.explain_request("0"), len(log.records)) == (None, audit.MAX_RECORDS)
     assert log.explain_request("1") is not None
 
@@ -336,7 +334,7 @@ def test_the_last_requests_are_listed_the_newest_first(make_router: MakeRouter, 
     )
 
 
-def test_predicted_cached_tokens_are_in_the_tokens_that_the_engine_counts(
+def test_predicted_cached_tokens_are_scaled_to_the_engines_tokens(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     answer = {"choices": [], "usage": {"prompt_tokens": 300, "completion_tokens": 1}}
@@ -347,16 +345,16 @@ def test_predicted_cached_tokens_are_in_the_tokens_that_the_engine_counts(
     assert [each["predicted_cached_tokens"] for each in listed] == [291, 0]  # 19 of 19.6 chunks
 
 
-def test_what_the_instance_itself_had_cached_is_told_apart(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_tokens_from_the_own_cache_are_reported_separately(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     details = {"cached_tokens": 192, "own_cached_tokens": 128, "pool_cached_tokens": 64}
     answer = {"choices": [], "usage": {"prompt_tokens": 200, "completion_tokens": 1, "prompt_tokens_details": details}}
     router = make_router(stand_in(behave=answers(200, json.dumps(answer).encode())))
     router.chat(request_id="r")
-    told = router.client.get("/admin/explain/r").json()
-    assert (told["prompt_tokens"], told["cached_tokens"], told["own_cached_tokens"]) == (200, 192, 128)
+    found = router.client.get("/admin/explain/r").json()
+    assert (found["prompt_tokens"], found["cached_tokens"], found["own_cached_tokens"]) == (200, 192, 128)
 
 
-def test_a_sessions_figures_are_those_of_all_its_requests(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_sessions_figures_are_sums_over_its_requests(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     usage = {"prompt_tokens": 200, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 128}}
     instance = stand_in(behave=answers(200, json.dumps({"choices": [], "usage": usage}).encode()))
     router = make_router(instance)
@@ -375,9 +373,9 @@ def test_a_sessions_figures_are_those_of_all_its_requests(make_router: MakeRoute
     assert router.client.get("/admin/explain/3").json()["parent_session_id"] == "s"
 
 
-def test_explain_over_http(make_router: MakeRouter) -> None:
+def test_requests_are_explained_over_http(make_router: MakeRouter) -> None:
     router = make_router()
-    router.thread.run(_write(router.app.audit))
+    router.thread.run(add_one_record(router.app.audit))
     assert router.client.get("/admin/explain/a/b").json()["status"] == 200
     unknown = router.client.get("/admin/explain/z")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
@@ -392,10 +390,10 @@ def test_each_attempt_and_its_legs_have_their_times(make_router: MakeRouter, sta
         with router.stream(request_id=f"r{number}") as response:
             response.read()
     (retried,) = [got.json["request_id"] for got in bad.received]
-    told = explain(router, retried)
-    assert [attempt["ended"] for attempt in told["attempts"]] == [f"{bad.key} answered with 500", "answered"]
+    found = explain(router, retried)
+    assert [attempt["ended"] for attempt in found["attempts"]] == [f"{bad.key} answered with 500", "answered"]
     moments = []
-    for attempt, answering in zip(told["attempts"], (bad, decode), strict=True):
+    for attempt, answering in zip(found["attempts"], (bad, decode), strict=True):
         assert [(leg["instance"], leg["role"]) for leg in attempt["legs"]] == [
             (prefill.key, "prefill"),
             (answering.key, "decode"),
@@ -404,22 +402,22 @@ def test_each_attempt_and_its_legs_have_their_times(make_router: MakeRouter, sta
         for leg in attempt["legs"]:
             assert attempt["began_ms"] <= leg["sent_ms"] <= leg["ended_ms"] <= attempt["ended_ms"]
     assert moments == sorted(moments)
-    assert 0 <= moments[0] <= moments[-1] <= told["total_ms"]
-    last = told["attempts"][1]["legs"][1]
+    assert 0 <= moments[0] <= moments[-1] <= found["total_ms"]
+    last = found["attempts"][1]["legs"][1]
     assert last["sent_ms"] <= last["first_byte_ms"] <= last["ended_ms"]
 
 
-def test_what_never_came_has_no_time(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_leg_without_a_response_has_no_time_of_its_first_byte(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     gone = stand_in("mixed", cuts())
     router = make_router(gone)
     router.chat(request_id="r")
-    told = explain(router, "r")
-    (leg,) = told["attempts"][0]["legs"]
+    found = explain(router, "r")
+    (leg,) = found["attempts"][0]["legs"]
     assert leg["first_byte_ms"] is None
     assert 0 <= leg["sent_ms"] <= leg["ended_ms"]
 
 
-def test_a_prefill_that_ends_late_gets_its_end_later(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_prefill_leg_that_ends_late_gets_its_end_time_later(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     goes_on = asyncio.Event()
 
     async def linger(request: Received, respond: Responder) -> None:
@@ -429,8 +427,8 @@ def test_a_prefill_that_ends_late_gets_its_end_later(make_router: MakeRouter, st
     prefill, decode = stand_in("prefill", linger), stand_in("decode")
     router = make_router(prefill, decode, splitwise=True)
     router.chat(request_id="r")
-    told = explain(router, "r")
-    assert [leg["ended_ms"] is None for leg in told["attempts"][0]["legs"]] == [True, False]
+    found = explain(router, "r")
+    assert [leg["ended_ms"] is None for leg in found["attempts"][0]["legs"]] == [True, False]
     router.thread.loop.call_soon_threadsafe(goes_on.set)
 
     def find_end() -> float | None:
@@ -441,11 +439,11 @@ def test_a_prefill_that_ends_late_gets_its_end_later(make_router: MakeRouter, st
 
 
 def explain(router: RouterUnderTest, request_id: str) -> dict[str, Any]:
-    """The explanation, which is made behind the last byte of the answer."""
-    told = wait_until(lambda: router.app.audit.explain_request(request_id), "the record")
-    assert told is not None
-    return told
+    """Wait for the request's record, which the router makes after the last byte of the response."""
+    found = wait_until(lambda: router.app.audit.explain_request(request_id), "the record")
+    assert found is not None
+    return found
 
 
-async def _write(log: Audit) -> None:
-    log.add_record(record("a/b", status=200))
+async def add_one_record(log: Audit) -> None:
+    log.add_record(make_record("a/b", status=200))

@@ -1,4 +1,4 @@
-"""The flight recorder's files: what is in them, how many there are, and what a disk's failure does."""
+"""The flight recorder's files: their entries, their number, and the failure of a disk."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from tests.support.waiting import wait_until
 CHAT = "/v1/chat/completions"
 
 
-def read_all(folder: Path) -> list[dict[str, Any]]:
-    """The entries of all files of a folder."""
+def read_entries(folder: Path) -> list[dict[str, Any]]:
+    """Read the entries of all files of a folder."""
     return [entry for path in find_recordings([folder]) for entry in read_recording(path)[0]]
 
 
 def find(folder: Path, kind: str, **members: Any) -> list[dict[str, Any]]:
-    """The entries of a kind with these members."""
+    """Find the entries of a kind with these members."""
     try:
-        found = [entry for entry in read_all(folder) if entry["kind"] == kind]
+        found = [entry for entry in read_entries(folder) if entry["kind"] == kind]
     except RecordingError:  # a file was replaced while it was read
         return []
     return [entry for entry in found if members.items() <= entry.items()]
 
 
-def recording(make_router: MakeRouter, folder: Path, *instances: StandIn, **settings: Any) -> RouterUnderTest:
-    """A router that records, once its files have their beginnings."""
+def start_recording(make_router: MakeRouter, folder: Path, *instances: StandIn, **settings: Any) -> RouterUnderTest:
+    """Start a router that records, and wait until each of its files has its first entry."""
     options = {"flight_recorder": 5.0, "flight_recorder_path": str(folder), "access_log": "off", **settings}
     router = make_router(*instances, **options)
     count = options.get("workers", 1)
@@ -53,11 +53,11 @@ def read_size(path: Path) -> int:
     return path.stat().st_size
 
 
-def test_a_request_is_recorded_with_its_choice_its_attempts_and_its_outcome(
+def test_a_request_is_recorded_with_its_decisions_its_attempts_and_its_result(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     failing, good = stand_in("mixed", answers(500)), stand_in()
-    router = recording(make_router, tmp_path, failing, good, policy="round_robin")
+    router = start_recording(make_router, tmp_path, failing, good, policy="round_robin")
     for number in range(2):
         router.client.post(CHAT, json={"request_id": f"r{number}", "model": "m", "messages": []})
     wait_until(lambda: len(find(tmp_path, "request")) == 2, "the entries")
@@ -70,18 +70,18 @@ def test_a_request_is_recorded_with_its_choice_its_attempts_and_its_outcome(
     assert 0 < first["ended_us"] <= second["began_us"] <= second["ended_us"] <= entry["total_us"]
 
 
-def test_no_prompt_answer_key_query_or_text_of_an_instance_is_recorded(
+def test_no_text_of_a_prompt_a_response_a_key_a_query_or_an_error_is_recorded(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     keys, folder = tmp_path / "keys", tmp_path / "flight"
     keys.write_text("alice: SECRET-key\n")
     error = json.dumps({"error": {"message": "SECRET of the engine"}}).encode()
     echo = b'data: {"error": {"message": "SECRET of the engine"}}\n\n'
-    told = {"kv_connector": "nixl", "engine": "vllm"}
+    fields = {"kv_connector": "nixl", "engine": "vllm"}
     pair = stand_in("prefill", answers(400, error)), stand_in("decode", streams(echo.decode()))
     for instance in pair:
-        instance.told = told
-    router = recording(make_router, folder, *pair, splitwise=True, api_keys_file=str(keys))
+        instance.told = fields
+    router = start_recording(make_router, folder, *pair, splitwise=True, api_keys_file=str(keys))
     body = {"request_id": "r", "messages": [{"role": "user", "content": "SECRET prompt"}], "metadata": "SECRET"}
     headers = {"authorization": "Bearer SECRET-key", "x-other": "SECRET"}
     router.client.post(f"{CHAT}?q=SECRET", json=body, headers=headers)
@@ -99,11 +99,11 @@ def test_the_settings_in_a_file_have_no_paths_and_no_addresses() -> None:
     assert settings.plain_values.items() >= {"workers": 2, "policy": "pool_aware", "splitwise": False}.items()
 
 
-def test_orders_and_health_of_instances_are_recorded_in_each_process(
+def test_operator_commands_and_health_of_instances_are_recorded_in_each_process(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     instance = stand_in()
-    router = recording(make_router, tmp_path, instance, workers=2)
+    router = start_recording(make_router, tmp_path, instance, workers=2)
     router.client.post("/admin/drain", json={"instance": instance.key})
     wait_until(lambda: len(find(tmp_path, "instance", draining=True)) == 2, "the drain")
     router.client.post("/admin/resume", json={"instance": instance.key})
@@ -114,9 +114,9 @@ def test_orders_and_health_of_instances_are_recorded_in_each_process(
     wait_until(lambda: bool(find(tmp_path, "instance", healthy=False)), "the failure")
 
 
-def test_an_instance_that_is_gone_is_recorded(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> None:
+def test_the_removal_of_an_instance_is_recorded(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> None:
     instance = stand_in()
-    router = recording(make_router, tmp_path, instance)
+    router = start_recording(make_router, tmp_path, instance)
     known = router.app.registry.get(instance.key)
     assert known is not None
 
@@ -127,27 +127,27 @@ def test_an_instance_that_is_gone_is_recorded(make_router: MakeRouter, stand_in:
     wait_until(lambda: bool(find(tmp_path, "gone", instance=instance.key)), "the entry")
 
 
-def test_a_request_that_runs_is_recorded_before_its_end(
+def test_a_running_request_is_recorded_before_its_end(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     instance = stand_in("mixed", stalls("1"))
-    router = recording(make_router, tmp_path, instance)
+    router = start_recording(make_router, tmp_path, instance)
     with router.client.stream("POST", CHAT, json={"request_id": "r", "stream": True, "messages": []}):
         wait_until(lambda: bool(find(tmp_path, "running", id="r")), "the entry")
         (entry,) = find(tmp_path, "running", id="r")
         assert (entry["attempt"], entry["instances"]) == (1, [instance.key])
         assert entry["sent_us"] > 0
-    wait_until(lambda: bool(find(tmp_path, "request", id="r", status=499)), "the client that left")
+    wait_until(lambda: bool(find(tmp_path, "request", id="r", status=499)), "the canceled request")
 
 
 def test_a_stop_is_recorded(make_router: MakeRouter, tmp_path: Path) -> None:
-    recording(make_router, tmp_path).stop()
+    start_recording(make_router, tmp_path).stop()
     wait_until(lambda: bool(find(tmp_path, "stop")), "the entry")
-    assert [entry["kind"] for entry in read_all(tmp_path)] == ["begin", "stop"]
+    assert [entry["kind"] for entry in read_entries(tmp_path)] == ["begin", "stop"]
 
 
 def test_only_the_user_of_the_router_can_read_its_files(make_router: MakeRouter, tmp_path: Path) -> None:
-    recording(make_router, tmp_path)
+    start_recording(make_router, tmp_path)
     (path,) = tmp_path.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -161,18 +161,18 @@ def test_a_router_without_the_setting_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_ring_is_two_files_of_bounded_size(
+def test_a_ring_has_two_files_of_bounded_size(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "MAX_FILE_BYTES", 10_000)
     monkeypatch.setattr(flight_recorder, "FLUSH_SECONDS", 0.01)
-    router = recording(make_router, tmp_path, stand_in())
+    router = start_recording(make_router, tmp_path, stand_in())
 
-    def replaced() -> bool:
+    def is_replaced() -> bool:
         router.client.post(CHAT, json={"messages": []})
         return len(list(tmp_path.iterdir())) == 2 and bool(find(tmp_path, "begin")) and not find(tmp_path, "instance")
 
-    wait_until(replaced, "the first file to be gone")
+    wait_until(is_replaced, "the removal of the first file")
     router.stop()
     wait_until(lambda: bool(find(tmp_path, "stop")), "the end")
     assert max(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000
@@ -181,8 +181,8 @@ def test_a_ring_is_two_files_of_bounded_size(
     assert len(find(tmp_path, "begin")[0]["instances"]) == 1
 
 
-def test_a_file_becomes_the_old_one_after_the_minutes(make_router: MakeRouter, tmp_path: Path) -> None:
-    router = recording(make_router, tmp_path, flight_recorder=0.001)
+def test_a_second_file_begins_after_the_minutes_of_the_setting(make_router: MakeRouter, tmp_path: Path) -> None:
+    router = start_recording(make_router, tmp_path, flight_recorder=0.001)
 
     def has_two() -> bool:
         router.client.post(CHAT, json={})
@@ -192,7 +192,7 @@ def test_a_file_becomes_the_old_one_after_the_minutes(make_router: MakeRouter, t
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_fails_ends_the_recording_with_one_line_and_nothing_else(
+def test_a_disk_that_fails_ends_the_recording_with_one_line_but_no_requests(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     tmp_path: Path,
@@ -200,7 +200,7 @@ def test_a_disk_that_fails_ends_the_recording_with_one_line_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
     code: int,
 ) -> None:
-    router = recording(make_router, tmp_path, stand_in())
+    router = start_recording(make_router, tmp_path, stand_in())
     write = os.write
 
     def fail(descriptor: int, data: bytes) -> int:
@@ -224,13 +224,13 @@ def test_a_disk_that_fails_ends_the_recording_with_one_line_and_nothing_else(
     assert lines[0].endswith(f"cannot be written: {os.strerror(code)}")
 
 
-def test_entries_that_a_slow_disk_does_not_take_are_counted(
+def test_entries_that_are_lost_because_of_a_slow_disk_are_counted(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router = recording(make_router, tmp_path, stand_in())
+    router = start_recording(make_router, tmp_path, stand_in())
     recorder = router.app.recorder
     assert recorder is not None
-    wait_until(lambda: not recorder._pending, "the entries of the start, which would take the count with them")
+    wait_until(lambda: not recorder._pending, "the start's entries, which would be written with the count")
     monkeypatch.setattr(flight_recorder, "MAX_BACKLOG_BYTES", 0)
     with recorder._one_at_a_time:
         for _ in range(3):
@@ -241,7 +241,7 @@ def test_entries_that_a_slow_disk_does_not_take_are_counted(
     wait_until(lambda: bool(find(tmp_path, "lost")), "the entry")
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     settings = RouterSettings(flight_recorder=5.0, flight_recorder_path=str(tmp_path / "file" / "logs"))
     with pytest.raises(SettingsError, match=r"log.flight-recorder-path is .*cannot be written: Not a directory; name"):
@@ -261,7 +261,7 @@ def test_a_worker_that_replaces_another_serves_without_a_recorder_if_the_folder_
     assert "this worker writes no recording" in caplog.text
 
 
-def test_a_pipe_among_the_files_does_not_keep_a_router_from_starting(tmp_path: Path) -> None:
+def test_a_router_starts_with_a_pipe_among_the_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "flight-1-20260101-router.jsonl")
     code = (
         "import sys; from tests.router.telemetry.test_flight_recorder import *\n"
@@ -270,7 +270,7 @@ def test_a_pipe_among_the_files_does_not_keep_a_router_from_starting(tmp_path: P
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=30)
 
 
-def test_the_rings_of_the_last_ended_processes_remain(tmp_path: Path) -> None:
+def test_the_rings_of_the_processes_that_ended_last_remain(tmp_path: Path) -> None:
     code = (
         "import sys; from tests.router.telemetry.test_flight_recorder import *\n"
         "make_recorder(RouterSettings(port=1, flight_recorder=5.0, flight_recorder_path=sys.argv[1])); os._exit(0)"
@@ -311,21 +311,21 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path, data: bytes, num_
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "has no entry of a flight recorder"),
         (b"hello\n", "has no entry of a flight recorder"),
         (b'{"kind":"begin","time":1,"format":"kvrouter flight 9"}\n', "the format of .* is 'kvrouter flight 9'"),
     ],
 )
-def test_another_file_is_one_sentence(tmp_path: Path, data: bytes, said: str) -> None:
+def test_a_file_that_is_no_recording_is_refused_with_one_sentence(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "flight-1.jsonl"
     path.write_bytes(data)
-    with pytest.raises(RecordingError, match=said):
+    with pytest.raises(RecordingError, match=message):
         read_recording(path)
 
 
-def test_a_folder_without_files_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_recordings_is_refused_with_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="has no recording"):
         find_recordings([tmp_path])
 

@@ -1,4 +1,4 @@
-"""How many instances the traffic needs: the formula, its bounds, and a fleet that is simulated."""
+"""The number of instances that the traffic needs: the formula, its bounds, and a simulated fleet."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ def make_fleet(role: Role, count: int, **fields: object) -> Registry:
     return registry
 
 
-def need_of(registry: Registry, **settings: float) -> InstancesNeeded:
+def make_need(registry: Registry, **settings: float) -> InstancesNeeded:
     return InstancesNeeded(RouterSettings(**settings), registry, lambda _: TOKEN_SECONDS)  # type: ignore[arg-type]
 
 
-def needed(registry: Registry, role: Role, waiting: float = 0.0, **settings: float) -> int:
-    need = need_of(registry, **settings)
+def compute_need(registry: Registry, role: Role, waiting: float = 0.0, **settings: float) -> int:
+    need = make_need(registry, **settings)
     need.take_sample()
     return need.compute(waiting)[role]
 
 
-def test_at_rest_one_of_each_role_is_needed() -> None:
-    need = need_of(make_fleet(Role.PREFILL, 4))
+def test_a_fleet_without_load_needs_one_instance_of_each_role() -> None:
+    need = make_need(make_fleet(Role.PREFILL, 4))
     assert need.compute() == {Role.PREFILL: 1, Role.DECODE: 1}
     need.take_sample()
     assert need.compute() == {Role.PREFILL: 1, Role.DECODE: 1}
 
 
-def test_prefill_counts_the_instances_that_compute() -> None:
+def test_the_need_of_prefill_counts_the_instances_that_compute() -> None:
     registry = make_fleet(Role.PREFILL, 4)
     for instance in list(registry)[:3]:
         instance.load.add_request(1000, 1000.0)
-    assert needed(registry, Role.PREFILL) == 5  # 3 / 0.7
-    assert needed(registry, Role.PREFILL, target_utilization=1.0) == 3
+    assert compute_need(registry, Role.PREFILL) == 5  # 3 / 0.7
+    assert compute_need(registry, Role.PREFILL, target_utilization=1.0) == 3
 
 
-def test_decode_counts_requests_by_the_number_that_instances_run_at_once() -> None:
+def test_the_need_of_decode_depends_on_the_requests_that_an_instance_runs_at_once() -> None:
     registry = make_fleet(Role.DECODE, 2)
     for instance in registry:
         instance.load.requests = 32
-    assert needed(registry, Role.DECODE) == 3  # 64 / 32 / 0.7
-    assert needed(registry, Role.DECODE, requests_per_instance=8) == 12
-    assert needed(registry, Role.DECODE, waiting=64) == 6
-    told = make_fleet(Role.DECODE, 2, max_num_seqs=8)
-    for instance in told:
+    assert compute_need(registry, Role.DECODE) == 3  # 64 / 32 / 0.7
+    assert compute_need(registry, Role.DECODE, requests_per_instance=8) == 12
+    assert compute_need(registry, Role.DECODE, waiting=64) == 6
+    limited = make_fleet(Role.DECODE, 2, max_num_seqs=8)
+    for instance in limited:
         instance.load.requests = 32
-    assert needed(told, Role.DECODE) == 12
+    assert compute_need(limited, Role.DECODE) == 12
 
 
-def test_a_queue_of_more_than_ten_seconds_needs_more_the_longer_it_is() -> None:
+def test_the_need_grows_with_a_queue_of_more_than_ten_seconds() -> None:
     registry = make_fleet(Role.PREFILL, 1)
     (instance,) = registry
     counts = []
     for seconds in (1, 10, 20, 40):
         instance.load.queued = seconds / TOKEN_SECONDS
-        counts.append(needed(registry, Role.PREFILL))
+        counts.append(compute_need(registry, Role.PREFILL))
     assert counts == [2, 2, 3, 6]
 
 
-def test_it_is_a_mean_of_the_last_half_minute() -> None:
+def test_the_need_is_a_mean_of_the_last_half_minute() -> None:
     registry = make_fleet(Role.MIXED, 1)
     (instance,) = registry
-    need = need_of(registry)
+    need = make_need(registry)
     for requests, expected in ((0, 1), (320, 8), (320, 15)):
         instance.load.requests = requests
         for _ in range(30 if not requests else 15):
@@ -90,37 +90,37 @@ loads = st.lists(st.tuples(st.integers(0, 500), st.floats(0, 1e6)), min_size=1, 
 
 @settings(max_examples=25, deadline=None)
 @given(loads=loads, more=st.integers(0, 500), queue=st.floats(0, 1e6), waiting=st.integers(0, 100))
-def test_it_is_at_least_one_and_never_less_for_more(
+def test_the_need_is_at_least_one_and_more_load_never_lowers_it(
     loads: list[tuple[int, float]], more: int, queue: float, waiting: int
 ) -> None:
     for role in Role:
         registry = make_fleet(role, len(loads))
         for instance, (requests, queued) in zip(registry, loads, strict=True):
             instance.load.requests, instance.load.queued = requests, queued
-        before = needed(registry, role)
+        before = compute_need(registry, role)
         first = next(iter(registry))
         first.load.requests += more
         first.load.queued += queue
-        assert 1 <= before <= needed(registry, role, waiting)
+        assert 1 <= before <= compute_need(registry, role, waiting)
 
 
 @settings(max_examples=25, deadline=None)
 @given(loads=loads)
-def test_it_does_not_depend_on_how_the_same_load_lies(loads: list[tuple[int, float]]) -> None:
+def test_the_need_does_not_depend_on_the_distribution_of_the_load(loads: list[tuple[int, float]]) -> None:
     counts = set()
     for order in (loads, loads[::-1]):
         registry = make_fleet(Role.DECODE, len(loads))
         for instance, (requests, _) in zip(registry, order, strict=True):
             instance.load.requests = requests
-        counts.add(needed(registry, Role.DECODE))
+        counts.add(compute_need(registry, Role.DECODE))
     assert len(counts) == 1
 
 
 def simulate(instances: int, work: float, seconds: float = 240.0) -> int:
-    """What is needed at the end, where prompts come that take so many instances all of their time."""
+    """Simulate prompts that occupy ``work`` instances fully, and compute the need at the end."""
     chance = random.Random(1)
     registry = make_fleet(Role.PREFILL, instances)
-    need = need_of(registry)
+    need = make_need(registry)
     loads = [instance.load for instance in registry]
     free_at = [0.0] * instances
     ending: list[tuple[float, int, float]] = []
@@ -142,14 +142,14 @@ def simulate(instances: int, work: float, seconds: float = 240.0) -> int:
     return need.compute()[Role.PREFILL]
 
 
-def test_a_simulated_fleet_is_told_to_be_as_large_as_its_work() -> None:
+def test_the_need_of_a_simulated_fleet_follows_its_work() -> None:
     ample, right, small = (simulate(instances, work=3.5) for instances in (12, 5, 3))
     assert 4 <= right <= 6  # 3.5 / 0.7
     assert abs(ample - right) <= 1  # its idle instances do not count
     assert small > 5  # its queues grow
 
 
-def test_a_router_tells_it_of_all_workers(
+def test_a_router_reports_the_need_of_all_its_workers(
     make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn]
 ) -> None:
     router = make_router(stand_in(), workers=2)

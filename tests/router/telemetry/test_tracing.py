@@ -1,4 +1,4 @@
-"""Spans of requests at a real OTLP receiver. Instances are stand-ins."""
+"""Spans of requests, sent to a real OTLP receiver. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ TRACED = {"traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": "vendor=1"}
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
-    """Where the routers of this test send their spans."""
-    with receive_spans(monkeypatch) as made:
-        yield made
+    """Start a receiver for the spans of this test's routers."""
+    with receive_spans(monkeypatch) as server:
+        yield server
 
 
 def chat(router: RouterUnderTest, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    """One chat completion."""
+    """Send a chat completion."""
     fields = {"messages": [], "model": "m", **body}
     return router.client.post("/v1/chat/completions", json=fields, headers=headers)
 
 
-def children(receiver: OtlpReceiver, parent: ReceivedSpan) -> list[ReceivedSpan]:
+def find_children(receiver: OtlpReceiver, parent: ReceivedSpan) -> list[ReceivedSpan]:
     return receiver.find(parent_id=parent.span_id)
 
 
-def lies_within(inner: ReceivedSpan, outer: ReceivedSpan) -> bool:
-    """Whether one span's time lies in another's; receivers get whole nanoseconds of sums of seconds."""
+def is_within(inner: ReceivedSpan, outer: ReceivedSpan) -> bool:
+    """Return whether the time of ``inner`` is within that of ``outer``, except for rounding to nanoseconds."""
     return outer.start - 1e-6 <= inner.start <= inner.end <= outer.end + 1e-6
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says of spans."""
+def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """List the log's messages about spans."""
     return [record.getMessage() for record in caplog.records if "tracing" in record.name]
 
 
-def test_a_request_its_attempt_and_its_legs_are_one_tree_under_the_clients_span(
+def test_a_request_its_attempt_and_its_legs_form_one_tree_under_the_clients_span(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode", streams("a", "b"))
@@ -67,10 +67,10 @@ def test_a_request_its_attempt_and_its_legs_are_one_tree_under_the_clients_span(
     (request,) = receiver.wait_for(1, kind="server")
     assert (request.trace_id, request.parent_id, request.service) == (TRACE, CLIENT, "kvrouter")
     assert request.name == "POST /v1/chat/completions"
-    told = {"http.response.status_code": 200, "gen_ai.request.model": "m", "router.request_id": "r"}
-    assert told.items() <= request.attributes.items()
-    (attempt,) = children(receiver, request)
-    first, second = sorted(children(receiver, attempt), key=lambda leg: leg.name, reverse=True)
+    expected = {"http.response.status_code": 200, "gen_ai.request.model": "m", "router.request_id": "r"}
+    assert expected.items() <= request.attributes.items()
+    (attempt,) = find_children(receiver, request)
+    first, second = sorted(find_children(receiver, attempt), key=lambda leg: leg.name, reverse=True)
     assert [(leg.name, leg.kind, leg.attributes["router.instance"]) for leg in (first, second)] == [
         ("prefill leg", "client", prefill.key),
         ("decode leg", "client", decode.key),
@@ -79,8 +79,8 @@ def test_a_request_its_attempt_and_its_legs_are_one_tree_under_the_clients_span(
     assert first.attributes["router.predicted_cached_tokens"] == 0
     assert {span.trouble for span in receiver.spans} == {None}
     assert {span.trace_id for span in receiver.spans} == {TRACE}
-    assert lies_within(attempt, request)
-    assert lies_within(second, attempt)
+    assert is_within(attempt, request)
+    assert is_within(second, attempt)
     assert second.start <= second.events["first byte"] <= second.end
     for leg, instance in ((first, prefill), (second, decode)):
         (got,) = instance.received
@@ -101,16 +101,16 @@ def test_a_request_without_a_trace_begins_one(
     assert router.client.get("/admin/explain/r").json()["trace_id"] == request.trace_id
 
 
-def test_the_ids_by_which_fastdeploys_users_look_for_a_request_are_in_its_span(
+def test_a_requests_span_has_the_ids_that_fastdeploys_users_search_for(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     chat(make_router(stand_in()), {"X_BD_LOGID": "log-1"}, req_id="q", session_id="s")
     (request,) = receiver.wait_for(1, kind="server")
-    told = {"router.x_bd_logid": "log-1", "router.req_id": "q", "session.id": "s"}
-    assert told.items() <= request.attributes.items()
+    expected = {"router.x_bd_logid": "log-1", "router.req_id": "q", "session.id": "s"}
+    assert expected.items() <= request.attributes.items()
 
 
-def test_a_retried_request_has_two_attempts_and_the_failed_one_says_why(
+def test_a_retried_request_has_two_attempts_and_the_failed_one_names_its_error(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     prefill, good, bad = stand_in("prefill"), stand_in("decode"), stand_in("decode", answers(500, b""))
@@ -123,13 +123,13 @@ def test_a_retried_request_has_two_attempts_and_the_failed_one_says_why(
     assert (first.attributes["router.attempt"], second.attributes["router.attempt"]) == (1, 2)
     assert first.end <= second.start
     assert (first.trouble, second.trouble) == (f"{bad.key} answered with 500", None)
-    (failed,) = [leg for leg in children(receiver, first) if leg.name == "decode leg"]
+    (failed,) = [leg for leg in find_children(receiver, first) if leg.name == "decode leg"]
     assert (failed.trouble, failed.attributes["http.response.status_code"]) == (f"{bad.key} answered with 500", 500)
-    assert [leg.trouble for leg in children(receiver, second)] == [None, None]
+    assert [leg.trouble for leg in find_children(receiver, second)] == [None, None]
     assert len({span.span_id for span in receiver.spans}) == len(receiver.spans)
 
 
-def test_decode_that_is_asked_after_prefill_hears_of_its_leg_or_has_none(
+def test_decode_after_prefill_gets_the_id_of_its_leg_or_has_no_leg(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
@@ -147,7 +147,7 @@ def test_decode_that_is_asked_after_prefill_hears_of_its_leg_or_has_none(
     assert (alone.name, alone.trouble) == ("prefill leg", f"{prefill.key} answered with 400")
 
 
-def test_a_request_that_fails_is_an_error_with_a_sentence(
+def test_a_failed_request_is_an_error_with_a_description(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     router = make_router(stand_in("mixed", cuts()))
@@ -157,7 +157,7 @@ def test_a_request_that_fails_is_an_error_with_a_sentence(
     assert request.attributes["error.type"] == "mixed_failed"
 
 
-def test_a_request_whose_client_left_says_so(
+def test_the_spans_of_a_canceled_request_say_that_the_client_left(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     router = make_router(stand_in("mixed", never_answers))
@@ -168,14 +168,14 @@ def test_a_request_whose_client_left_says_so(
     assert (request.trouble, leg.trouble) == ("the client left", "given up: the client left")
 
 
-def test_a_refused_request_is_no_error_of_the_routers(receiver: OtlpReceiver, make_router: MakeRouter) -> None:
+def test_the_span_of_a_refused_request_is_no_error(receiver: OtlpReceiver, make_router: MakeRouter) -> None:
     router = make_router()
     assert router.client.post("/v1/chat/completions", content=b"{").status_code == 400
     (request,) = receiver.wait_for(1, kind="server")
     assert (request.trouble, request.attributes["error.type"]) == (None, "invalid_body")
 
 
-def test_a_client_that_is_not_sampled_is_not_traced_and_its_header_goes_on(
+def test_an_unsampled_request_is_not_traced_and_its_headers_are_forwarded(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -188,7 +188,7 @@ def test_a_client_that_is_not_sampled_is_not_traced_and_its_header_goes_on(
     assert TRACE not in {span.trace_id for span in receiver.spans}
 
 
-def test_the_sampler_of_the_standard_variables_decides_and_instances_hear_of_it(
+def test_the_sampler_of_the_standard_variables_decides_and_instances_get_its_decision(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
@@ -202,7 +202,7 @@ def test_the_sampler_of_the_standard_variables_decides_and_instances_hear_of_it(
     assert (instance.received[0].header("traceparent") or "").endswith("-00")
 
 
-def test_a_header_that_is_none_begins_a_new_trace(
+def test_an_invalid_header_begins_a_new_trace(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -214,7 +214,7 @@ def test_a_header_that_is_none_begins_a_new_trace(
     assert [value[3:35] for name, value in got.headers if name == "traceparent"] == [request.trace_id]
 
 
-def test_a_prefill_leg_that_ends_late_has_its_own_end(
+def test_the_span_of_a_prefill_leg_that_ends_late_has_the_time_of_that_end(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.serving.attempt.PREFILL_GRACE_SECONDS", 0.5)
@@ -227,7 +227,7 @@ def test_a_prefill_leg_that_ends_late_has_its_own_end(
     assert leg.end - request.end > 0.4
 
 
-def test_nothing_is_lost_when_the_router_stops(
+def test_a_router_sends_all_spans_before_it_stops(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100000")
@@ -237,41 +237,41 @@ def test_nothing_is_lost_when_the_router_stops(
     receiver.wait_for(1, kind="server")
 
 
-@pytest.mark.parametrize("way", ["gone", "hangs"])
-def test_a_receiver_that_takes_nothing_delays_nobody_and_is_told_of_once(
-    way: str,
+@pytest.mark.parametrize("failure", ["stopped", "hangs"])
+def test_a_failing_receiver_delays_no_request_and_is_reported_once(
+    failure: str,
     receiver: OtlpReceiver,
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    goes_on = threading.Event()
+    may_answer = threading.Event()
 
     def hang() -> int:
-        goes_on.wait(60)
+        may_answer.wait(60)
         return 200
 
     receiver.answer = hang
-    if way == "gone":
+    if failure == "stopped":
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     router = make_router(stand_in())
     tracer = router.app.tracer
     assert tracer is not None
     assert chat(router).status_code == 200
-    wait_until(lambda: warnings(caplog), "a word of it")
+    wait_until(lambda: list_warnings(caplog), "the warning")
     for _ in range(3):
         assert chat(router).status_code == 200
     start = time.monotonic()
     tracer.close()
     assert time.monotonic() - start < 15  # the SDK itself would take half a minute
-    goes_on.set()
-    (said,) = warnings(caplog)
-    assert "does not accept spans by OTLP over HTTP" in said
+    may_answer.set()
+    (message,) = list_warnings(caplog)
+    assert "does not accept spans by OTLP over HTTP" in message
 
 
-def test_it_says_when_the_receiver_takes_spans_again(
+def test_the_log_says_when_the_receiver_accepts_spans_again(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "router.telemetry.tracing")
@@ -281,20 +281,20 @@ def test_it_says_when_the_receiver_takes_spans_again(
     wait_until(lambda: "does not accept spans" in caplog.text, "the warning")
     receiver.answer = lambda: 200
     chat(router)
-    wait_until(lambda: "accepts spans again; 3 spans were lost" in caplog.text, "the good news")
+    wait_until(lambda: "accepts spans again; 3 spans were lost" in caplog.text, "the recovery")
 
 
-def test_without_the_packages_one_sentence_says_what_to_install(
+def test_without_opentelemetry_one_sentence_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hide_opentelemetry(monkeypatch)
     assert open_tracer("http://c:4318") is None
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "http://c:4318" in said
-    assert "pip install '/path/to/this/repository[tracing]'" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "http://c:4318" in message
+    assert "pip install '/path/to/this/repository[tracing]'" in message
 
 
-def test_beginning_a_trace_needs_no_more_than_its_headers(receiver: OtlpReceiver) -> None:
+def test_a_traceparent_that_is_not_ascii_is_removed(receiver: OtlpReceiver) -> None:
     tracer = Tracer(receiver.url)
     request = ClientRequest(None, "POST", b"/v1/x", "/v1/x", [(b"traceparent", b"\xff")], "1.1", True)  # type: ignore[arg-type]
     trace = tracer.begin_trace(request)
@@ -304,7 +304,7 @@ def test_beginning_a_trace_needs_no_more_than_its_headers(receiver: OtlpReceiver
 
 
 @pytest.mark.parametrize("opted_in", ["gen_ai_latest_experimental", "http, gen_ai_latest_experimental"])
-def test_the_newest_names_for_genai_are_sent_to_those_who_opt_in(
+def test_the_newest_genai_names_are_sent_if_the_user_opts_in(
     monkeypatch: pytest.MonkeyPatch,
     receiver: OtlpReceiver,
     make_router: MakeRouter,
@@ -316,17 +316,17 @@ def test_the_newest_names_for_genai_are_sent_to_those_who_opt_in(
     router = make_router(stand_in(behave=answers(200, json.dumps({"choices": [], "usage": usage}).encode())))
     assert chat(router, TRACED).status_code == 200
     (request,) = receiver.wait_for(1, kind="server")
-    told = {
+    expected = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "kvrouter",
         "gen_ai.usage.input_tokens": 300,
         "gen_ai.usage.cache_read.input_tokens": 128,
     }
-    assert told.items() <= request.attributes.items()
-    assert set(told) <= list_genai_names(request) <= NAMES_OF_OPENTELEMETRY
+    assert expected.items() <= request.attributes.items()
+    assert set(expected) <= list_genai_names(request) <= NAMES_OF_OPENTELEMETRY
 
 
-def test_the_newest_names_for_genai_are_not_sent_to_others(
+def test_the_newest_genai_names_are_not_sent_by_default(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     assert chat(make_router(stand_in()), TRACED).status_code == 200
