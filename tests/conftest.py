@@ -1,4 +1,4 @@
-"""Fixtures that tests of every room share."""
+"""Fixtures and settings for all tests."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
 from tests.support.small_model import write_few_words
 
-# No test asserts on a clock: the machine may be busy.
+# No test depends on its duration, because the machine may be busy.
 hypothesis.settings.register_profile("no clock", deadline=None)
 hypothesis.settings.load_profile("no clock")
 
-# Whoever started the tests with "&" has them ignore Ctrl-C, and every script and server that they start, too.
+# A shell that starts the tests with "&" makes them ignore Ctrl-C, and their child processes, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# What the tests start is in process groups of its own, and ends with its test where somebody ends all of them, too.
+# The processes that tests start have their own process groups. On SIGTERM, the tests must end them.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-# Mooncake's clients listen at random ports from 15000 on, where the masters of the example scripts have theirs.
+# By default, Mooncake's clients listen at random ports from 15000 on, which the example scripts use for their masters.
 os.environ.update(MC_MIN_RPC_PORT="17200", MC_MAX_RPC_PORT="19999")
 
 
-# Their tests start whole clusters of processes, kill some of them, and look at what the others do in time.
+# Tests in these folders start several processes, kill some of them, and wait for the others to react.
 _CLUSTERS = ("examples", "end_to_end", "faults", "router/sharing", "router/console")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of clusters as dependent on how fast other processes run."""
+    """Give the tests of clusters the marker ``timing``, because they depend on the speed of other processes."""
     if any(item.path.is_relative_to(Path(__file__).parent / folder) for folder in _CLUSTERS):
         item.add_marker("timing")
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays to the end: the collector need not look through it again and again."""
+    """Exclude the loaded modules from garbage collection, because they exist until the end."""
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let the reports of a test say whether it has the marker ``timing``."""
+    """Add to the reports of a test whether it has the marker ``timing``."""
     if item.get_closest_marker("timing"):
         item.user_properties.append(("timing", True))
 
@@ -60,10 +60,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(scope="session")
 def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
-    """One real Mooncake master for all tests that do it no harm; a test that kills one starts its own.
+    """A real Mooncake master that tests share. A test that stops or changes a master starts its own.
 
-    Tests share its pool: keep keys apart by namespaces or random prefixes. Leases last 200 ms, so that what was
-    read can be removed within a test.
+    Tests use different namespaces or random prefixes for their keys. Leases last 200 ms, so that a test can remove a
+    key soon after it has read it.
     """
     log = tmp_path_factory.mktemp("mooncake") / "master.log"
     with running_mooncake_master(log, "--default_kv_lease_ttl=200") as master:
@@ -72,11 +72,11 @@ def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moonca
 
 @pytest.fixture(scope="session")
 def few_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint that answers in words."""
+    """The folder of a small checkpoint that generates words."""
     return write_few_words(tmp_path_factory.mktemp("models") / "few")
 
 
 @pytest.fixture
 def ascend_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AscendMachine:
-    """Stands in for a machine with Ascend cards on which everything is as MindIE's guide wants it."""
+    """Simulate a machine with Ascend cards that is configured as MindIE's guide requires."""
     return AscendMachine(tmp_path / "ascend", monkeypatch)

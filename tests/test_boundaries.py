@@ -1,12 +1,12 @@
-"""The walls of the house, which pyproject.toml declares for import-linter and the source is read for here.
+"""The rules for imports and dependencies. Some are contracts of import-linter in pyproject.toml.
 
-1. Only the store, the direct hand-over and the commands of kvstore import mooncake.
-2. Only the engine and staging import torch; installing or starting the router brings none.
-3. Only ``router/http`` speaks HTTP to instances.
-4. A key's text is built and parsed in ``namespace.py``.
-5. Configuration is read in ``config/``, ``settings/`` and ``args.py``.
-6. Rooms depend downward.
-7. Whoever catches every exception raises it again, logs it or counts it.
+1. Only the stores, the direct hand-over and the commands of kvstore import mooncake.
+2. Only the engine and staging import torch. The router can be installed and started without it.
+3. Only ``router/http`` sends HTTP requests to instances.
+4. Only ``namespace.py`` builds and parses the text of a key.
+5. Only ``config/``, ``settings/`` and ``args.py`` read the configuration.
+6. Subpackages have no import cycles.
+7. A handler of all exceptions raises them again, logs them or counts them.
 """
 
 from __future__ import annotations
@@ -38,84 +38,71 @@ FOREIGN = {
     "engine": {"router"},
 }
 HTTP_CLIENTS = {"httptools", "httpx", "aiohttp", "requests", "urllib", "http"}
-# server.py reads with httptools what clients send. register.py, the sidecar for servers that cannot register
-# themselves, and an operator's programs are none of the router's own process.
-SPEAKERS = {
+# server.py parses the requests of clients with httptools. The modules outside router/http are in other programs.
+HTTP_USERS = {
     *("router.http.exchange", "router.http.server", "router.register"),
     *("router.console.client", "router.console.dashboard.scraper"),
 }
-# 45 before there were workers: launch/, which was one file, has eight more, sharing/ and its use by app.py six, and the
-# simulator, whose routers tell each other of loads and prompts by the real parts, three. Reading a request,
-# once a part of serving/proxy.py, has one more as a file of its own; the dialects of pairs have eleven, as each reads
-# what its instances registered and writes members of a body; the ways to resume a stream and to tell a request's story,
-# once parts of it too, eight. An operator's programs have one each to the flags, and one to the settings.
-# Discovery has three: it speaks to the API server through router/http, and reads its credentials as the settings do;
-# the figure for autoscalers one, and the end of a router that says so first another. The attempts at a request, and the
-# scan of a large body, once parts of serving/proxy.py, have one each; asking instances why a request was a miss
-# has one, to router/http; the supervisor's clock, which is that of the probes of instances, one. The services of a
-# request and the records of telemetry, once in other files, have four. The flight recorder has one, to the settings;
-# the program that shows its files has two, to their reader and to the flags. The endpoint picker has eight, because it
-# stands for the HTTP server; its program has one, to the flags; the attempts have one to the instances that a gateway
-# may use. The KV events of instances have one, to the index of prefixes; the questions of other schedulers for blocks
-# have two, to the names of blocks and to the errors that they are answered with. The sidecar has one more, to the
-# question which engine a server runs; the failures of discovery's questions have one, to the errors of router/http.
-MAX_ARROWS = 113
+# Number of imports between the subpackages of the router. A change that needs more must say why.
+MAX_CROSS_IMPORTS = 113
 MAX_ENTRIES = 14
 
-# Each reads it for a reason of its own: config/ and settings/ are the places for it; args.py sets a variable that
-# torch's thread pool reads when it is loaded, and reads FastDeploy's.
+# args.py reads FastDeploy's variables, and sets one that torch reads when it is loaded.
 READERS_OF_THE_ENVIRONMENT = ("kvstore_backend/config/", "router/settings/", "engine/args.py", "kvcommon/spans.py")
 
 
 # Handlers of every exception that neither raise, nor log, nor count: by file and function, with the reason.
 QUIET_HANDLERS: dict[tuple[str, str], str] = {
-    ("kvstore_backend/cli/certify/cases.py", "_run"): "becomes a problem of the case",
-    ("kvstore_backend/cli/certify/cases.py", "run"): "raised at the end of the block, and becomes a problem",
-    ("kvstore_backend/cli/certify/command.py", "_run_cases"): "becomes a problem of the case",
+    ("kvstore_backend/cli/certify/cases.py", "_run"): "reported as a problem of the case",
+    ("kvstore_backend/cli/certify/cases.py", "run"): "raised at the end of the block, then reported",
+    ("kvstore_backend/cli/certify/command.py", "_run_cases"): "reported as a problem of the case",
     **{
-        ("router/serving/proxy.py", function): "given to _end_after, which logs it"
+        ("router/serving/proxy.py", function): "passed to _end_after, which logs it"
         for function in ("start", "on_begun", "on_data", "_run")
     },
     ("router/fleet/kv_event_feed.py", "read_batches"): "raised again by follow, which runs as a task",
-    ("router/serving/attempt.py", "on_data"): "given to the owner, whose _end_after logs it",
+    ("router/serving/attempt.py", "on_data"): "passed to the owner, and its _end_after logs it",
     ("engine/generation/choices.py", "_relay_pieces"): "queued, and raised by the reader of the queue",
-    ("engine/model/model_runner.py", "try_out"): "becomes the reason of the ConfigError raised behind it",
-    ("kvstore_backend/integrations/vllm/fields.py", "_find_default"): "becomes the default, which equals no value",
-    ("kvstore_backend/threads.py", "do"): "given to the future, and raised by whoever waits for it",
-    ("router/http/exchange.py", "_connect_and_send"): "fails the exchange, whose receiver gets it",
-    ("kvstore_backend/staging/cuda.py", "_queue"): "kept, and raised by whoever waits for the end of the steps",
-    ("kvstore_backend/staging/ring.py", "take"): "whoever began the copy gets it from the same event",
+    ("engine/model/model_runner.py", "try_out"): "the reason of a ConfigError that is raised later",
+    (
+        "kvstore_backend/integrations/vllm/fields.py",
+        "_find_default",
+    ): "the result is an object that equals no value",
+    ("kvstore_backend/threads.py", "do"): "stored in the future, and raised by its reader",
+    ("router/http/exchange.py", "_connect_and_send"): "the receiver of the exchange gets it",
+    ("kvstore_backend/staging/cuda.py", "_queue"): "stored, and raised by the wait for the end of the steps",
+    ("kvstore_backend/staging/ring.py", "take"): "the caller gets it from the event of its copy",
 }
 
 
 @functools.cache
 def imports(*, for_types: bool) -> grimp.ImportGraph:
-    """Who imports whom; ``for_types``: with imports that only a type checker sees."""
+    """Return the graph of imports; with ``for_types``, also of those that only a type checker reads."""
     return grimp.build_graph(
         *PACKAGES, include_external_packages=True, exclude_type_checking_imports=not for_types, cache_dir=None
     )
 
 
-def room(module: str) -> str:
-    """The folder or file directly under ``router/`` that a module belongs to."""
+def subpackage(module: str) -> str:
+    """Return the name of the folder or file directly in its package that a module belongs to."""
     return module.split(".")[1]
 
 
-def arrows_between_rooms() -> set[tuple[str, str]]:
-    """The imports (importing module, imported one) of the router that cross from a room into another."""
+def list_cross_imports() -> set[tuple[str, str]]:
+    """Return the imports between subpackages of the router: the importing module, and the imported one."""
     graph = imports(for_types=False)
     inside = [module for module in graph.modules if module.startswith("router.")]
     return {
         (module, imported)
         for module in inside
         for imported in graph.find_modules_directly_imported_by(module)
-        if imported.startswith("router.") and room(imported) != room(module)
+        if imported.startswith("router.") and subpackage(imported) != subpackage(module)
     }
 
 
 @pytest.fixture
-def loggers_stay_on() -> Iterator[None]:
-    """import-linter sets logging up for itself, which turns off every logger that there is."""
+def preserved_loggers() -> Iterator[None]:
+    """Enable all loggers again after the test, because import-linter disables them."""
     found = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     on = [logger for logger in found if not logger.disabled]
     yield
@@ -123,14 +110,14 @@ def loggers_stay_on() -> Iterator[None]:
         logger.disabled = False
 
 
-@pytest.mark.usefixtures("loggers_stay_on")
-def test_the_contracts_of_pyproject_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("preserved_loggers")
+def test_the_code_meets_the_contracts_in_pyproject_toml(capsys: pytest.CaptureFixture[str]) -> None:
     status = lint_imports(str(ROOT / "pyproject.toml"), no_cache=True)
     assert status == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_imports_no_foreign_one_even_for_types(package: str) -> None:
+def test_a_package_does_not_import_a_forbidden_package(package: str) -> None:
     graph = imports(for_types=True)
     for module in graph.modules:
         if module.split(".")[0] == package:
@@ -139,59 +126,59 @@ def test_a_package_imports_no_foreign_one_even_for_types(package: str) -> None:
             assert not imported & FOREIGN[package] - allowed, module
 
 
-def test_the_pool_is_loaded_without_torch() -> None:
+def test_the_storage_backend_is_imported_without_torch() -> None:
     code = "import sys, kvstore_backend.transfers, kvstore_backend.cli; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_only_the_http_room_speaks_http_even_for_types() -> None:
+def test_only_router_http_imports_http_clients() -> None:
     graph = imports(for_types=True)
     for module in graph.modules:
-        if module.split(".")[0] == "router" and module not in SPEAKERS:
+        if module.split(".")[0] == "router" and module not in HTTP_USERS:
             imported = {name.split(".")[0] for name in graph.find_modules_directly_imported_by(module)}
             assert not imported & HTTP_CLIENTS, module
 
 
-def test_the_sidecar_is_no_part_of_the_router() -> None:
+def test_the_router_does_not_import_its_sidecar() -> None:
     assert imports(for_types=True).find_modules_that_directly_import("router.register") == set()
 
 
-def test_the_routers_rooms_have_few_arrows_and_no_circle() -> None:
-    arrows = arrows_between_rooms()
-    assert len(arrows) <= MAX_ARROWS, sorted(arrows)
-    rooms: dict[str, set[str]] = {}
-    for module, imported in arrows:
-        rooms.setdefault(room(module), set()).add(room(imported))
-    graphlib.TopologicalSorter(rooms).prepare()  # raises CycleError
+def test_the_subpackages_of_the_router_have_few_imports_between_them_and_no_cycle() -> None:
+    cross_imports = list_cross_imports()
+    assert len(cross_imports) <= MAX_CROSS_IMPORTS, sorted(cross_imports)
+    graph: dict[str, set[str]] = {}
+    for module, imported in cross_imports:
+        graph.setdefault(subpackage(module), set()).add(subpackage(imported))
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_the_router_has_few_rooms() -> None:
+def test_the_router_has_few_subpackages() -> None:
     entries = [path.name for path in (ROOT / "router").iterdir() if path.name not in ("__pycache__", "py.typed")]
     assert len(entries) <= MAX_ENTRIES, sorted(entries)
 
 
-def test_the_engines_packages_have_no_cycle_even_for_types() -> None:
+def test_the_subpackages_of_the_engine_have_no_import_cycle() -> None:
     graph = imports(for_types=True)
     inside = [module for module in graph.modules if module.startswith("engine.")]
     packages: dict[str, set[str]] = {}
     for module in inside:
-        imported = {room(name) for name in graph.find_modules_directly_imported_by(module) if name in inside}
-        packages.setdefault(room(module), set()).update(imported - {room(module)})
+        imported = {subpackage(name) for name in graph.find_modules_directly_imported_by(module) if name in inside}
+        packages.setdefault(subpackage(module), set()).update(imported - {subpackage(module)})
     graphlib.TopologicalSorter(packages).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_module_imports_itself_through_others_even_for_types(package: str) -> None:
+def test_the_modules_of_a_package_have_no_import_cycle(package: str) -> None:
     graph = imports(for_types=True)
     inside = {module for module in graph.modules if module.split(".")[0] == package}
-    # A package's __init__ offers the names of its modules: what counts is that these do not import it.
-    arrows = {module: graph.find_modules_directly_imported_by(module) & inside for module in inside}
-    graphlib.TopologicalSorter(arrows).prepare()
+    # A package's __init__ imports its modules, so a module that imports the package would be a cycle.
+    imported = {module: graph.find_modules_directly_imported_by(module) & inside for module in inside}
+    graphlib.TopologicalSorter(imported).prepare()
 
 
-def test_only_configuration_reads_the_environment() -> None:
+def test_only_the_configuration_modules_read_the_environment() -> None:
     others = {path: tree for path, tree in TREES.items() if not path.startswith(READERS_OF_THE_ENVIRONMENT)}
-    assert {path: lines for path, tree in others.items() if (lines := list(environment_reads(tree)))} == {}
+    assert {path: lines for path, tree in others.items() if (lines := list(find_environment_uses(tree)))} == {}
 
 
 def test_only_settings_of_the_router_mention_the_environment() -> None:
@@ -200,8 +187,8 @@ def test_only_settings_of_the_router_mention_the_environment() -> None:
     assert [path for path in others if "environ" in TEXTS[path] or "getenv" in TEXTS[path]] == []
 
 
-def environment_reads(tree: ast.AST) -> Iterator[int]:
-    """The lines at which a file touches the process's environment."""
+def find_environment_uses(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines of a file that use the process's environment."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     for node in ast.walk(tree):
         match node:
@@ -211,27 +198,27 @@ def environment_reads(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
-def test_only_namespace_knows_the_text_of_a_key() -> None:
+def test_only_the_namespace_module_has_the_text_of_a_key() -> None:
     assert [path for path in TEXTS if "kv1" in TEXTS[path]] == ["kvstore_backend/namespace.py"]
 
 
-def test_installing_the_router_brings_no_torch() -> None:
+def test_an_installation_of_the_router_does_not_need_torch() -> None:
     required = importlib.metadata.requires("fastdeploy-kvstore") or []
     always = [line for line in required if "extra ==" not in line]
     assert always
     assert not [line for line in always if line.startswith(("torch", "mooncake", "transformers"))]
 
 
-def test_starting_the_router_loads_no_torch_and_nothing_that_makes_spans() -> None:
-    # FastAPI brings OpenTelemetry's interface, which does nothing by itself.
+def test_a_start_of_the_router_imports_neither_torch_nor_the_sdk_of_opentelemetry() -> None:
+    # FastAPI imports the API of OpenTelemetry, which does nothing without its SDK.
     heavy = "{'torch', 'mooncake', 'transformers', 'opentelemetry.sdk', 'opentelemetry.exporter'}"
     code = f"import router.launch.worker, sys; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_no_exception_is_swallowed() -> None:
+def test_no_handler_hides_all_exceptions() -> None:
     quiet = {(path, function) for path, tree in TREES.items() for function, _ in find_quiet_handlers(tree)}
-    assert not quiet - QUIET_HANDLERS.keys(), "raise it again, log or count it, or catch what you expect"
+    assert not quiet - QUIET_HANDLERS.keys(), "raise the exception again, log or count it, or catch only some kinds"
 
 
 @pytest.mark.parametrize(
@@ -249,16 +236,16 @@ def test_no_exception_is_swallowed() -> None:
         ("try: f()\nexcept Exception: metrics.count_failure()", False),
     ],
 )
-def test_a_handler_that_swallows_every_exception_is_found(handler: str, is_quiet: bool) -> None:
+def test_a_handler_that_hides_all_exceptions_is_found(handler: str, is_quiet: bool) -> None:
     assert bool(list(find_quiet_handlers(ast.parse(handler)))) is is_quiet
 
 
 def find_quiet_handlers(tree: ast.AST, function: str = "") -> Iterator[tuple[str, int]]:
-    """Function and line of each handler of all exceptions that neither raises, nor logs, nor counts."""
+    """Yield the function and the line of each handler of all exceptions that neither raises, nor logs, nor counts."""
     for node in ast.iter_child_nodes(tree):
         inside = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else function
         match node:
-            case ast.ExceptHandler(type=caught, body=body) if is_broad(caught) and not any(map(is_told, body)):
+            case ast.ExceptHandler(type=caught, body=body) if is_broad(caught) and not any(map(is_reported, body)):
                 yield function, node.lineno
             case ast.Call(func=ast.Attribute(attr="suppress") | ast.Name(id="suppress"), args=args):
                 if any(map(is_broad, args)):
@@ -267,14 +254,14 @@ def find_quiet_handlers(tree: ast.AST, function: str = "") -> Iterator[tuple[str
 
 
 def is_broad(caught: ast.expr | None) -> bool:
-    """Whether a handler of this catches every exception."""
+    """Return whether an ``except`` clause catches every exception."""
     if isinstance(caught, ast.Tuple):
         return any(map(is_broad, caught.elts))
     return caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
 
 
-def is_told(node: ast.AST) -> bool:
-    """Whether code raises, logs or counts; functions that it only defines do not count."""
+def is_reported(node: ast.AST) -> bool:
+    """Return whether code raises, logs or counts. The bodies of functions that it only defines do not count."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
             return False
@@ -284,4 +271,4 @@ def is_told(node: ast.AST) -> bool:
             return True
         case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("count_"):
             return True
-    return any(map(is_told, ast.iter_child_nodes(node)))
+    return any(map(is_reported, ast.iter_child_nodes(node)))

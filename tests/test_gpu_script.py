@@ -1,4 +1,4 @@
-"""``scripts/test-gpu`` where there is no GPU: a sentence, or the stand-in; and the plan for a day with one."""
+"""``scripts/test-gpu`` on a machine without a GPU, and the plan on ``docs/gpu.md`` for a machine with one."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def run_script(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+def test_without_a_gpu_the_script_prints_one_sentence() -> None:
     ended = run_script("rates")
     assert ended.returncode == 1
     assert "sees no CUDA device; --stand-in tries the script out without one" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_part_that_is_not_there_is_named_with_those_that_are() -> None:
+def test_an_unknown_part_is_refused_with_the_names_of_all_parts() -> None:
     ended = run_script("speed")
     assert ended.returncode == 2
     assert "there is no part 'speed'; there are waits, sdpa," in ended.stderr
 
 
-def test_a_part_that_lacks_a_package_says_so_in_one_sentence_and_git_is_not_needed(tmp_path: Path) -> None:
+def test_a_part_without_a_package_that_it_needs_prints_one_sentence_also_without_git(tmp_path: Path) -> None:
     (tmp_path / "mooncake.py").write_text("raise ModuleNotFoundError(\"No module named 'mooncake'\")")
     ended = run_script("--stand-in", "--log", str(tmp_path / "logs"), "pool", PATH="", PYTHONPATH=str(tmp_path))
     assert ended.returncode == 1
     sentence = f"the part pool cannot run: {sys.executable}: ModuleNotFoundError: No module named 'mooncake'\n"
     assert (tmp_path / "logs" / "pool.log").read_text() == sentence
-    said = (tmp_path / "logs" / "gpu.md").read_text()
-    assert "; commit unknown. `scripts/test-gpu pool`" in said
-    assert sentence in said
+    report = (tmp_path / "logs" / "gpu.md").read_text()
+    assert "; commit unknown. `scripts/test-gpu pool`" in report
+    assert sentence in report
     assert ended.stderr == ""
 
 
@@ -64,7 +64,7 @@ def make_wheel(folder: Path, name: str) -> None:
         wheel.writestr(f"{name}-99.dist-info/RECORD", "")
 
 
-def test_of_a_pack_only_what_is_missing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_packages_of_a_pack_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kvstore_probe", "orjson"):
         make_wheel(tmp_path, name)
     install = SCRIPT["install_packages"]
@@ -73,7 +73,7 @@ def test_of_a_pack_only_what_is_missing_is_installed(tmp_path: Path, monkeypatch
     assert [path.name for path in site.iterdir() if not path.name.endswith("-info")] == ["kvstore_probe"]
 
 
-def test_a_part_that_had_to_be_killed_took_too_long(tmp_path: Path) -> None:
+def test_the_report_says_of_a_killed_part_that_it_took_too_long(tmp_path: Path) -> None:
     log = SCRIPT["Log"](tmp_path, ["rates"], "here")
     log.path_of("rates").write_text("")
     log.add("rates", -9, 100)  # timeout kills its group, and so itself
@@ -94,16 +94,16 @@ def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None
     (tmp_path / "gpu.md").write_text("## Before\n")
     ended = run_script("--stand-in", "--log", str(tmp_path), "rates")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    said = (tmp_path / "gpu.md").read_text()
-    assert said.startswith("## Before\n")
-    assert "the stand-in on a CPU; figures say nothing; Python 3." in said
-    assert "| rates | loads and saves beside copies of pinned memory | passed |" in said
-    assert "| load " in said
+    report = (tmp_path / "gpu.md").read_text()
+    assert report.startswith("## Before\n")
+    assert "the stand-in on a CPU; figures say nothing; Python 3." in report
+    assert "| rates | loads and saves beside copies of pinned memory | passed |" in report
+    assert "| load " in report
     assert (tmp_path / "rates.log").read_text().count("| save ") == 3
 
 
 @pytest.mark.parametrize(("name", "part"), PARTS.items())
-def test_each_part_names_files_that_are_there_and_is_on_the_page_with_its_limit(name: str, part: Any) -> None:
+def test_the_files_of_each_part_exist_and_the_page_has_its_time_limit(name: str, part: Any) -> None:
     paths = [f"tests/{path}" for path in part.tests]
     paths += [f"benchmarks/{part.benchmark}.py"] if part.benchmark else []
     paths += [part.script] if part.script else []
@@ -123,6 +123,6 @@ def test_the_commands_of_the_plan_run_the_parts_in_their_order_within_ten_minute
     assert all(sum(PARTS[name].seconds + 15 for name in names) <= 600 for names in commands)
 
 
-def test_every_module_that_a_part_loads_is_known_before_it_runs() -> None:
+def test_the_imports_of_a_part_are_found_before_it_runs() -> None:
     assert "tests.engine.model.test_models" in SCRIPT["imports_of"](PARTS["suite"])
     assert "tests.kvstore_backend.staging.test_cuda" in SCRIPT["imports_of"](PARTS["waits"])

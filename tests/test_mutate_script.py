@@ -1,4 +1,4 @@
-"""``scripts/mutate`` with its default arguments: its table names what exists."""
+"""``scripts/mutate`` with its default arguments: the files in its table exist."""
 
 from __future__ import annotations
 

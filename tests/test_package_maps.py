@@ -1,4 +1,4 @@
-"""The docstring of each package is a map: one line for each file and folder in it, beginning with its name."""
+"""The docstring of each package has one line for each of its files and folders, which begins with the name."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ PACKAGES = sorted(init.parent for top in TOPS for init in (ROOT / top).rglob("__
 LINE = re.compile(r"^(\w+(?:\.py|/)) +\S", re.MULTILINE)
 
 
-def listed(package: Path) -> Counter[str]:
-    """The names that begin the lines of a package's map."""
+def list_described(package: Path) -> Counter[str]:
+    """Count the names at the beginnings of the lines in a package's docstring."""
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
     return Counter(LINE.findall(docstring))
 
 
-def contained(package: Path) -> Counter[str]:
-    """The modules and subpackages of a package, as a map names them."""
+def list_contents(package: Path) -> Counter[str]:
+    """Count the modules and subpackages of a package, with the names that its docstring should have."""
     modules = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
     return Counter([*modules, *(f"{init.parent.name}/" for init in package.glob("*/__init__.py"))])
 
 
-def test_a_packages_docstring_lists_each_of_its_parts_once() -> None:
+def test_the_docstring_of_a_package_lists_each_module_once() -> None:
     for package in PACKAGES:
-        missing, unknown = contained(package) - listed(package), listed(package) - contained(package)
+        missing, unknown = (
+            list_contents(package) - list_described(package),
+            list_described(package) - list_contents(package),
+        )
         place = f"the docstring of {package.relative_to(ROOT)}/__init__.py"
-        assert not missing, f"{place} needs a line for each of {', '.join(missing)}: its name, and what it holds"
-        assert not unknown, f"{place} names {', '.join(unknown)} more often than the folder has it"
+        assert not missing, f"{place} needs a line for each of {', '.join(missing)}: the name and a description"
+        assert not unknown, f"{place} names {', '.join(unknown)} more often than they exist"
 
 
 def test_every_folder_with_modules_is_a_package() -> None:

@@ -1,4 +1,4 @@
-"""docs/results.md and its plots are what ``scripts/results`` writes from docs/results/*.json."""
+"""``scripts/results`` writes docs/results.md and its plots from docs/results/*.json."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
-    """The names in scripts/results."""
+    """Return the functions and constants of scripts/results."""
     return runpy.run_path(str(ROOT / "scripts" / "results"))
 
 
-def test_the_page_and_its_plots_are_what_the_figures_give(script: dict[str, Any]) -> None:
+def test_the_page_and_its_plots_are_up_to_date(script: dict[str, Any]) -> None:
     written = script["write_all"]()
     differ = [str(path) for path, content in written.items() if not path.exists() or path.read_text() != content]
     assert differ == [], "run scripts/results"
@@ -29,12 +29,12 @@ def test_the_page_and_its_plots_are_what_the_figures_give(script: dict[str, Any]
             ElementTree.fromstring(content)
 
 
-def test_no_number_stands_in_the_script(script: dict[str, Any]) -> None:
+def test_the_texts_in_the_script_contain_no_figures(script: dict[str, Any]) -> None:
     texts = [script["HEAD"], *(text for section in script["SECTIONS"].values() for text in section)]
     assert [text for text in texts if re.search(r"\d", text)] == []
 
 
-def test_the_page_begins_with_where_we_lose(script: dict[str, Any]) -> None:
+def test_the_page_begins_with_the_losses(script: dict[str, Any]) -> None:
     columns = [{"name": "requests/s", "better": "higher"}, {"name": "CPU", "better": "lower"}, {"name": "wall"}]
     rows = [
         {"name": "ours", "ours": True, "values": [5, 3, 1]},
@@ -49,7 +49,7 @@ def test_the_page_begins_with_where_we_lose(script: dict[str, Any]) -> None:
     assert re.findall("^## (.*)", page, re.MULTILINE)[0] == "Where we lose"
 
 
-def test_a_certificate_becomes_a_line_and_a_column(script: dict[str, Any]) -> None:
+def test_a_certificate_has_a_row_in_the_table_and_a_column_in_the_matrix(script: dict[str, Any]) -> None:
     figures = {"requests": 8, "wrong": 0, "failed": 0, "longest_seconds": 2.0}
     case = {"case": "master hung", **figures, "problems": [], "skipped": ""}
     cases = [case, {**case, "case": "two models", "wrong": 3, "problems": ["3 of 8 answers are wrong"]}]

@@ -1,4 +1,4 @@
-"""What ``scripts/test`` reports of tests that pass only at the second try (``tests/conftest.py``)."""
+"""The list of tests that pass only at the second try (``scripts/test``, ``tests/conftest.py``)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ TESTS = """
 import pytest
 
 @pytest.mark.timing
-def test_of_a_busy_machine(): ...
+def test_that_needs_a_fast_machine(): ...
 
-def test_of_a_race(): ...
+def test_with_a_race(): ...
 
 def test_that_fails_again():
     assert False
 """
 
 
-def test_the_list_names_each_test_that_passes_and_its_marker(tmp_path: Path) -> None:
+def test_the_list_contains_each_test_that_passes_and_its_marker(tmp_path: Path) -> None:
     (tmp_path / "test_three.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = timing\n")
     log = tmp_path / "second-try.txt"
@@ -35,4 +35,4 @@ def test_the_list_names_each_test_that_passes_and_its_marker(tmp_path: Path) -> 
         check=False,
     )
     assert ended.returncode == 1, ended.stdout
-    assert log.read_text() == "test_three.py::test_of_a_busy_machine timing\ntest_three.py::test_of_a_race\n"
+    assert log.read_text() == "test_three.py::test_that_needs_a_fast_machine timing\ntest_three.py::test_with_a_race\n"

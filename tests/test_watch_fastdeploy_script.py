@@ -1,4 +1,4 @@
-"""``scripts/watch-fastdeploy`` on small trees, and its table against our own code: each row names what exists."""
+"""``scripts/watch-fastdeploy`` with small trees, and its table compared with our own code."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ Run = Callable[..., tuple[int, list[str]]]
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Compares ``TABLE`` with a tree of these files; the exit status and the lines that were printed."""
+    """Return a function that compares ``TABLE`` with a tree, and returns the exit status and the printed lines."""
 
     def compare(arguments: str = ARGUMENTS, keys: str = KEYS, config: str = CONFIG) -> tuple[int, list[str]]:
         tree, table = tmp_path / "tree", tmp_path / "table.yaml"
@@ -101,46 +101,46 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return compare
 
 
-def test_a_tree_as_the_table_says_has_no_difference(run: Run) -> None:
+def test_a_tree_that_equals_the_table_has_no_difference(run: Run) -> None:
     assert run() == (0, ["8 names watched: 0 new, 0 gone, 0 different"])
 
 
-def test_a_flag_that_the_table_does_not_name_is_new_and_no_failure(run: Run) -> None:
+def test_a_flag_that_is_not_in_the_table_is_reported_as_new_without_a_failure(run: Run) -> None:
     status, lines = run(arguments=f'{ARGUMENTS}    parser.add_argument("--turbo", default=3)\n')
     assert status == 0
     assert lines[0] == "new        flag --turbo = 3: fastdeploy/args.py; the engine refuses it"
 
 
-def test_a_flag_that_fastdeploy_has_no_more_is_gone_and_a_failure(run: Run) -> None:
+def test_a_flag_that_fastdeploy_has_removed_is_reported_as_a_failure(run: Run) -> None:
     status, lines = run(arguments=ARGUMENTS.replace('"--model"', '"--checkpoint"'))
     assert status == 1
     assert "gone       flag --model: fastdeploy/args.py; used in engine/args.py" in lines
 
 
-def test_a_flag_that_we_do_not_use_is_gone_with_the_reason(run: Run) -> None:
+def test_a_removed_flag_that_we_do_not_use_is_reported_with_the_reason(run: Run) -> None:
     _, lines = run(arguments=ARGUMENTS.replace('"--enable-mm"', '"--mm"'))
     assert "gone       flag --enable-mm: fastdeploy/args.py; not used: it is for pictures" in lines
 
 
-def test_a_changed_default_is_different_also_where_a_class_has_it(run: Run) -> None:
+def test_a_changed_default_is_reported_also_if_it_is_an_attribute_of_a_class(run: Run) -> None:
     status, lines = run(arguments=ARGUMENTS.replace("64", "128"))
     assert status == 1
     assert lines[0] == "different  flag --block-size = 128, not 64: fastdeploy/args.py; used in engine/args.py"
 
 
-def test_another_choice_of_a_flag_is_different(run: Run) -> None:
+def test_a_changed_choice_of_a_flag_is_reported(run: Run) -> None:
     status, lines = run(arguments=ARGUMENTS.replace('"file"', '"disk"'))
     assert status == 1
     assert "flag --kvcache-storage-backend = None of mooncake, disk, not None of mooncake, file" in lines[0]
 
 
-def test_a_name_that_only_some_versions_have_may_be_there_with_its_default(run: Run) -> None:
+def test_a_name_that_only_some_versions_have_is_accepted_with_its_default(run: Run) -> None:
     line = '    parser.add_argument("--write-through-threshold", default={})\n'
     assert run(arguments=ARGUMENTS + line.format(2))[0] == 0
     assert run(arguments=ARGUMENTS + line.format(3))[0] == 1
 
 
-def test_a_changed_form_of_a_key_is_different(run: Run) -> None:
+def test_a_changed_form_of_a_key_is_reported(run: Run) -> None:
     status, lines = run(keys=KEYS.replace("_{self.rank}_key", "_{self.rank}_{layer}_key"))
     assert status == 1
     assert lines[0] == (
@@ -155,27 +155,27 @@ def test_a_default_of_the_go_router_is_one_of_those_in_the_table(run: Run, defau
     assert run(config=CONFIG.replace('= "info"', f'= "{default}"'))[0] == status
 
 
-def test_a_file_that_is_missing_is_told_in_one_line(run: Run, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_in_one_line(run: Run, tmp_path: Path) -> None:
     run()
     (tmp_path / "tree" / "fastdeploy" / "args.py").unlink()
     lines = [line for _, line in NAMESPACE["compare"](NAMESPACE["Group"](**TABLE[0]), tmp_path / "tree")]
     assert lines == ["all 4 of kind flag: fastdeploy/args.py (no such file); used in engine/args.py"]
 
 
-def test_a_file_that_is_no_python_is_refused_in_one_sentence(run: Run) -> None:
+def test_a_file_that_is_not_python_is_refused_in_one_sentence(run: Run) -> None:
     status, lines = run(arguments="def add_cli_args(parser:\n")
     assert (status, len(lines)) == (2, 1)
     assert lines[0].startswith("watch-fastdeploy: fastdeploy/args.py cannot be read: ")
 
 
-def test_a_folder_that_is_no_checkout_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkout_is_refused_in_one_sentence(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     sentence = f"watch-fastdeploy: {tmp_path} has no folder named fastdeploy; it must be a checkout of FastDeploy\n"
     assert ended.stderr == sentence
 
 
-def test_help_says_what_is_printed_and_the_exit_status() -> None:
+def test_the_help_describes_the_output_and_the_exit_status() -> None:
     ended = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert "scripts/watch-fastdeploy TREE" in ended.stdout
     assert "The exit status is 1" in ended.stdout
@@ -241,7 +241,7 @@ type Info struct {
         ("file", "api_server", "", {"api_server": ""}),
     ],
 )
-def test_a_reader_finds_names_and_what_is_said_of_them(reader: str, of: str, text: str, found: dict[str, str]) -> None:
+def test_a_reader_finds_names_and_their_values(reader: str, of: str, text: str, found: dict[str, str]) -> None:
     assert dict(NAMESPACE["READERS"][reader](text, of)) == found
 
 
@@ -257,14 +257,14 @@ def test_a_name_is_found_in_our_code_as_a_whole_word_in_any_spelling(name: str, 
     assert group.find_use(name) == ("used in engine/args.py" if is_found else "not used: no place is known")
 
 
-def test_a_group_is_read_by_a_reader_and_names_places_of_ours_that_exist() -> None:
+def test_each_group_has_a_known_reader_and_existing_files_of_ours() -> None:
     for group in GROUPS:
         assert group.reader in NAMESPACE["READERS"], group.kind
         re.compile(group.of)
     assert [path for group in GROUPS for path in group.ours if not (ROOT / path).exists()] == []
 
 
-def test_each_name_of_the_table_stands_in_our_code() -> None:
+def test_each_name_in_the_table_is_in_our_code() -> None:
     known = [(group, name) for group in GROUPS for name in (*group.names, *group.optional)]
     lost = [(group.kind, name) for group, name in known if not group.find_use(name).startswith("used in ")]
-    assert lost == [], "move them to where they stand now, or under `unused` with a reason"
+    assert lost == [], "correct the file of ours, or move the name under `unused` with a reason"
