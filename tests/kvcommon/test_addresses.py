@@ -25,5 +25,5 @@ def test_any_other_text_is_refused_in_one_sentence(text: str) -> None:
         parse_address(text)
 
 
-def test_loopback_sees_this_machine_at_loopback() -> None:
+def test_the_own_address_towards_loopback_is_loopback() -> None:
     assert find_own_address("http://127.0.0.1:9") == "127.0.0.1"

@@ -11,6 +11,6 @@ def test_the_nearest_name_is_suggested() -> None:
     assert did_you_mean("--bogus", ["--host", "--port"]) == ""
 
 
-def test_where_none_is_near_all_are_told_or_none() -> None:
+def test_without_a_near_name_all_names_or_none_are_listed() -> None:
     assert suggest_name("xyz", ["host", "port"]) == "; valid: host, port"
     assert did_you_mean("xyz", ["host", "port"]) == ""

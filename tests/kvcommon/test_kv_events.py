@@ -1,4 +1,4 @@
-"""The format of KV events: what other engines write is read, and what we write is read by their classes."""
+"""The format of KV events: our decoder reads the events of other engines, and their classes read ours."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_array_form_of_older_engines_is_read() -> None:
     ]
 
 
-def test_unknown_types_and_members_are_left_out() -> None:
+def test_unknown_types_and_members_are_ignored() -> None:
     data = pack({"type": "BlockMoved", "to": 1}, ["BlockMoved", 1], stored_map(ownership={1: 2}), rank=None)
     assert read_batch(data) == Batch(1.5, [BlockStored([1], None, [1, 2], 2)], None)
     assert read_batch(msgpack.packb([1, [], 0, "new member"])) == Batch(1.0, [], 0)
@@ -168,14 +168,12 @@ def test_a_message_has_three_frames_and_an_older_replay_two() -> None:
         ("ipc:///tmp/*:1", "10.0.0.1", "ipc:///tmp/*:1"),
     ],
 )
-def test_a_subscriber_connects_to_a_machines_address_in_place_of_a_wildcard(
-    endpoint: str, host: str, expected: str
-) -> None:
+def test_the_address_of_the_machine_replaces_a_wildcard(endpoint: str, host: str, expected: str) -> None:
     assert name_host(endpoint, host) == expected
     assert is_wildcard(endpoint) is (endpoint != expected)
 
 
-def test_vllms_classes_and_ours_read_each_other() -> None:
+def test_the_classes_of_vllm_and_ours_read_the_same_bytes() -> None:
     kv_events = import_vllms()
     msgspec = pytest.importorskip("msgspec")
     theirs = kv_events.KVEventBatch(
@@ -205,7 +203,7 @@ def test_vllms_classes_and_ours_read_each_other() -> None:
     assert msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode(encode_batch(*batch)) == with_bytes
 
 
-def test_sglangs_classes_and_ours_read_each_other() -> None:
+def test_the_classes_of_sglang_and_ours_read_the_same_bytes() -> None:
     kv_events = import_sglangs()
     msgspec = pytest.importorskip("msgspec")
     theirs = kv_events.KVEventBatch(

@@ -27,9 +27,9 @@ def test_a_port_where_a_server_listens_is_refused_at_once(family: socket.Address
     assert not waits
 
 
-def test_a_port_of_the_client_of_a_connection_is_waited_for() -> None:
+def test_bind_waits_for_a_port_that_a_client_connection_uses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
-        # Not a port that the kernel may give to a client of another test as soon as it is free.
+        # The kernel never gives this port to a client of another test.
         client = socket.create_connection(server.getsockname(), source_address=("127.0.0.1", free_port()))
         address = client.getsockname()
         waits: list[None] = []

@@ -1,4 +1,4 @@
-"""OpenTelemetry's standard variables, as far as the programs read them themselves."""
+"""The standard variables of OpenTelemetry that our programs read themselves."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
         ({ALL: "http://c:4318", "OTEL_SERVICE_NAME": "r", "OTEL_TRACES_EXPORTER": "otlp"}, "http://c:4318"),
     ],
 )
-def test_spans_are_made_where_a_receiver_is_named_and_nobody_says_no(variables: dict[str, str], receiver: str) -> None:
+def test_spans_are_sent_if_a_receiver_is_set_and_tracing_is_enabled(variables: dict[str, str], receiver: str) -> None:
     assert find_trace_receiver(variables) == receiver

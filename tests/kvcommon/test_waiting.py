@@ -9,7 +9,7 @@ import pytest
 from kvcommon.waiting import wait_for_event
 
 
-def test_it_ends_when_the_event_is_set() -> None:
+def test_the_wait_ends_when_the_event_is_set() -> None:
     async def run() -> bool:
         event = asyncio.Event()
         asyncio.get_running_loop().call_soon(event.set)
@@ -18,7 +18,7 @@ def test_it_ends_when_the_event_is_set() -> None:
     assert asyncio.run(run())
 
 
-def test_it_ends_when_the_time_is_over() -> None:
+def test_the_wait_ends_when_the_time_is_over() -> None:
     async def run() -> bool:
         return await wait_for_event(asyncio.Event(), 0.001)
 

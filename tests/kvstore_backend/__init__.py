@@ -1,1 +1,1 @@
-"""Tests of ``kvstore_backend``, a file each; the contract that all stores pass is in ``conformance``."""
+"""Tests of ``kvstore_backend``, one file for each module; ``conformance`` has the contract of all stores."""

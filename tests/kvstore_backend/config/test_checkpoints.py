@@ -1,4 +1,4 @@
-"""A hub's name is found where its downloads lie, and nothing is downloaded."""
+"""The name of a model on a hub is resolved to the folder of its download; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def download(folder: Path) -> Path:
 
 
 def hugging_face_download(cache: Path, name: str = NAME) -> Path:
-    """As Hugging Face's library lays a snapshot out."""
+    """Create a snapshot in the layout of Hugging Face's library."""
     model = cache / f"models--{name.replace('/', '--')}"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text(REVISION)
@@ -37,13 +37,13 @@ def hugging_face_download(cache: Path, name: str = NAME) -> Path:
         ("HF_HUB_CACHE", "other"),
     ],
 )
-def test_a_model_of_hugging_faces_cache_is_found(variable: str | None, cache: str, tmp_path: Path) -> None:
+def test_a_model_in_the_cache_of_hugging_face_is_found(variable: str | None, cache: str, tmp_path: Path) -> None:
     snapshot = hugging_face_download(tmp_path / cache)
     environ = {"HOME": str(tmp_path)} | ({variable: str(tmp_path / "other")} if variable else {})
     assert find_checkpoint(NAME, environ) == str(snapshot)
 
 
-def test_the_revision_is_the_one_that_main_names(tmp_path: Path) -> None:
+def test_the_default_revision_is_main(tmp_path: Path) -> None:
     snapshot = hugging_face_download(tmp_path)
     download(snapshot.parent / "another")
     assert find_checkpoint(NAME, {"HF_HUB_CACHE": str(tmp_path)}) == str(snapshot)
@@ -58,7 +58,7 @@ def test_a_revision_is_a_branch_or_a_commit(tmp_path: Path) -> None:
     assert found == {"main": str(main), "master": str(main), "v2": str(other), "89ef": str(other)}
 
 
-def test_a_revision_that_was_not_downloaded_is_no_other(tmp_path: Path) -> None:
+def test_no_other_revision_replaces_a_missing_one(tmp_path: Path) -> None:
     hugging_face_download(tmp_path)
     with pytest.raises(ConfigError, match="snapshots/v3"):
         find_checkpoint(NAME, {"HF_HUB_CACHE": str(tmp_path)}, "v3")
@@ -72,13 +72,13 @@ def test_a_model_that_fastdeploy_downloaded_is_found(variable: str, name: str, t
     assert find_checkpoint(name, environ) == str(folder)
 
 
-def test_fastdeploys_own_place_comes_first(tmp_path: Path) -> None:
+def test_the_folder_of_fastdeploy_has_precedence(tmp_path: Path) -> None:
     hugging_face_download(tmp_path / ".cache" / "huggingface" / "hub")
     folder = download(tmp_path / NAME)
     assert find_checkpoint(NAME, {"HOME": str(tmp_path)}) == str(folder)
 
 
-def test_a_model_that_is_nowhere_is_told_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_model_lists_the_searched_folders(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_checkpoint(NAME, {"HOME": str(tmp_path)})
     sentence = str(caught.value)
@@ -88,7 +88,7 @@ def test_a_model_that_is_nowhere_is_told_where_it_was_looked_for(tmp_path: Path)
     assert f"hf download {NAME}" in sentence
 
 
-def test_a_folder_of_that_name_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_folder_with_that_name_has_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download(tmp_path / "here" / NAME)
     download(tmp_path / NAME)
     monkeypatch.chdir(tmp_path / "here")
@@ -96,5 +96,5 @@ def test_a_folder_of_that_name_is_taken_as_it_is(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./model", "model", "../a/b", "a/b/c", ""])
-def test_what_is_no_name_of_a_hub_is_not_looked_for(model: str) -> None:
+def test_text_that_is_not_a_name_on_a_hub_is_returned_unchanged(model: str) -> None:
     assert find_checkpoint(model, {}) == model

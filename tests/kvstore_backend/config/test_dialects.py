@@ -1,4 +1,4 @@
-"""Configuration in the words of other engines, and as a URL."""
+"""Configuration in the dialects of other engines, and as a URL."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MINDIE = {
 }
 
 
-def written(path: Path, content: object) -> Path:
+def write_json(path: Path, content: object) -> Path:
     path.write_text(json.dumps(content))
     return path
 
@@ -71,8 +71,8 @@ def mooncake(source: object, **environ: str) -> MooncakeSettings:
     return store
 
 
-def test_vllms_file(tmp_path: Path) -> None:
-    assert mooncake(written(tmp_path / "mooncake.json", VLLM)) == MooncakeSettings(
+def test_a_file_of_vllm_is_read(tmp_path: Path) -> None:
+    assert mooncake(write_json(tmp_path / "mooncake.json", VLLM)) == MooncakeSettings(
         master_server_addr="10.0.0.1:50051",
         metadata_server="http://10.0.0.1:8080/metadata",
         protocol="tcp",
@@ -82,15 +82,15 @@ def test_vllms_file(tmp_path: Path) -> None:
     )
 
 
-def test_sglangs_file(tmp_path: Path) -> None:
-    settings = mooncake(written(tmp_path / "mooncake.json", SGLANG))
+def test_a_file_of_sglang_is_read(tmp_path: Path) -> None:
+    settings = mooncake(write_json(tmp_path / "mooncake.json", SGLANG))
     assert settings.local_hostname == "node7"
     assert settings.global_segment_size == 4 * GIB
     assert (settings.enable_ssd_offload, settings.ssd_offload_path) == (True, "/data/offload")
 
 
-def test_mindies_file_of_mooncake(tmp_path: Path) -> None:
-    settings = mooncake(written(tmp_path / "mooncake.json", MINDIE))
+def test_a_mooncake_file_of_mindie_is_read(tmp_path: Path) -> None:
+    settings = mooncake(write_json(tmp_path / "mooncake.json", MINDIE))
     assert (settings.protocol, settings.global_segment_size) == ("ascend", 30_000_000_000)
     assert settings.master_server_addr == "10.0.0.1:50088"
 
@@ -107,36 +107,36 @@ MINDIE_POOL = {"backend": "mooncake", "configPath": "mooncake.json", "asyncWrite
     ],
     ids=["nested", "flat", "JSON in a string"],
 )
-def test_mindies_server_configuration_names_that_file(tmp_path: Path, server: dict[str, object]) -> None:
-    written(tmp_path / "mooncake.json", MINDIE)
-    config = read(written(tmp_path / "config.json", server))
+def test_the_server_configuration_of_mindie_names_the_mooncake_file(tmp_path: Path, server: dict[str, object]) -> None:
+    write_json(tmp_path / "mooncake.json", MINDIE)
+    config = read(write_json(tmp_path / "config.json", server))
     assert config.async_write
     assert config.store == mooncake(tmp_path / "mooncake.json")
 
 
-def test_mindies_empty_backend_is_no_pool(tmp_path: Path) -> None:
-    path = written(tmp_path / "config.json", {"kvPoolConfig": {"backend": "", "configPath": ""}})
+def test_an_empty_backend_of_mindie_is_no_pool(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "config.json", {"kvPoolConfig": {"backend": "", "configPath": ""}})
     assert read_config(path, environ={}) is None
     with pytest.raises(ConfigError, match=r"the configuration turns the pool off .* but mooncake was requested"):
         load_config("mooncake", config_path=path, environ={})
 
 
-def test_every_dialect_may_be_named_by_mooncakes_variable(tmp_path: Path) -> None:
-    path = written(tmp_path / "mooncake.json", VLLM)
+def test_the_variable_of_mooncake_may_name_a_file_of_vllm(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "mooncake.json", VLLM)
     assert load_config("mooncake", environ={"MOONCAKE_CONFIG_PATH": str(path)}).store == mooncake(path)
 
 
-def test_writes_are_not_asynchronous_unless_somebody_says_so(tmp_path: Path) -> None:
-    assert not read(written(tmp_path / "c.json", VLLM)).async_write
-    assert read(written(tmp_path / "c.json", {**VLLM, "async_write": True})).async_write
+def test_writes_are_asynchronous_only_if_that_is_set(tmp_path: Path) -> None:
+    assert not read(write_json(tmp_path / "c.json", VLLM)).async_write
+    assert read(write_json(tmp_path / "c.json", {**VLLM, "async_write": True})).async_write
     assert read(tmp_path / "c.json", KVSTORE_ASYNC_WRITE="off").async_write
     assert read("memory:", KVSTORE_ASYNC_WRITE="on").async_write
 
 
-def test_a_gigabyte_means_what_the_dialect_means_by_it(tmp_path: Path) -> None:
+def test_the_size_of_a_gigabyte_depends_on_the_dialect(tmp_path: Path) -> None:
     common = {"protocol": "tcp", "metadata_server": "P2PHANDSHAKE", "global_segment_size": "1GB"}
-    fastdeploys = written(tmp_path / "f.json", {**common, "master_server_addr": "h:1"})
-    mooncakes = written(tmp_path / "m.json", {**common, "master_server_address": "h:1"})
+    fastdeploys = write_json(tmp_path / "f.json", {**common, "master_server_addr": "h:1"})
+    mooncakes = write_json(tmp_path / "m.json", {**common, "master_server_address": "h:1"})
     assert mooncake(fastdeploys).global_segment_size == 10**9
     assert mooncake(mooncakes).global_segment_size == GIB
 
@@ -152,8 +152,8 @@ def test_a_gigabyte_means_what_the_dialect_means_by_it(tmp_path: Path) -> None:
         ("3e7", None),
     ],
 )
-def test_sizes_in_mooncakes_files_are_powers_of_two(tmp_path: Path, text: str, nbytes: int | None) -> None:
-    path = written(tmp_path / "mooncake.json", {**VLLM, "global_segment_size": text})
+def test_units_in_files_of_mooncake_are_powers_of_two(tmp_path: Path, text: str, nbytes: int | None) -> None:
+    path = write_json(tmp_path / "mooncake.json", {**VLLM, "global_segment_size": text})
     if nbytes is None:
         with pytest.raises(ConfigError, match="a size is a number of bytes"):
             mooncake(path)
@@ -161,11 +161,9 @@ def test_sizes_in_mooncakes_files_are_powers_of_two(tmp_path: Path, text: str, n
         assert mooncake(path).global_segment_size == nbytes
 
 
-def test_what_only_another_engine_needs_is_left_out_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_for_another_engine_is_ignored_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    path = written(tmp_path / "mooncake.json", MINDIE)
+    path = write_json(tmp_path / "mooncake.json", MINDIE)
     mooncake(path)
     assert f'The key "use_ascend_direct" in {path} is only for MindIE and is ignored' in caplog.messages
 
@@ -199,12 +197,12 @@ def test_what_only_another_engine_needs_is_left_out_and_that_is_said(
         ("memory:", MemorySettings(GIB)),
     ],
 )
-def test_urls(url: str, store: object) -> None:
+def test_a_url_is_read(url: str, store: object) -> None:
     assert read(url).store == store
     assert load_config(url, environ={}).store == store
 
 
-def test_the_environment_fills_in_what_a_url_leaves_out() -> None:
+def test_the_environment_has_the_settings_that_a_url_lacks() -> None:
     settings = mooncake("mooncake://h:1", MOONCAKE_PROTOCOL="tcp", MOONCAKE_MASTER_SERVER_ADDR="other:2")
     assert (settings.protocol, settings.master_server_addr) == ("tcp", "h:1")
 
@@ -216,7 +214,7 @@ def test_the_environment_fills_in_what_a_url_leaves_out() -> None:
         ({"MOONCAKE_MASTER_SERVER_ADDR": "etcd://h:2379, i:2379"}, "etcd://h:2379;i:2379"),
     ],
 )
-def test_etcd_for_the_masters_address(environ: dict[str, str], master: str) -> None:
+def test_the_address_of_the_master_may_be_etcd(environ: dict[str, str], master: str) -> None:
     config = read_config(environ={**environ, "MOONCAKE_PROTOCOL": "tcp", "MC_STORE_CLUSTER_ID": "prod"})
     assert config is not None
     assert isinstance(config.store, MooncakeSettings)
@@ -225,11 +223,11 @@ def test_etcd_for_the_masters_address(environ: dict[str, str], master: str) -> N
     assert config.store.cluster_id == "prod"
 
 
-def test_a_fast_tier_before_the_shared_store(tmp_path: Path) -> None:
+def test_a_fast_tier_is_read_from_a_url_a_file_and_the_environment(tmp_path: Path) -> None:
     config = read("mooncake://h:1?protocol=tcp&fast=memory:?size=1GiB")
     assert config.fast == MemorySettings(GIB)
     assert config.store.backend == "mooncake"
-    path = written(tmp_path / "c.json", {**VLLM, "fast": "file:///dev/shm/fast?size=2GiB"})
+    path = write_json(tmp_path / "c.json", {**VLLM, "fast": "file:///dev/shm/fast?size=2GiB"})
     assert read(path).fast == FileSettings(Path("/dev/shm/fast"), 2 * GIB)
     assert read("memory:", KVSTORE_FAST_TIER="memory:?size=1MiB").fast == MemorySettings(1 << 20)
     assert read("memory:").fast is None
@@ -243,15 +241,15 @@ def test_a_fast_tier_before_the_shared_store(tmp_path: Path) -> None:
         ({"KVSTORE_MEMORY_SIZE": "1MiB"}, "memory"),
     ],
 )
-def test_where_nothing_is_named_the_environment_decides(environ: dict[str, str], backend: str) -> None:
+def test_the_environment_selects_the_store_without_a_source(environ: dict[str, str], backend: str) -> None:
     config = read_config(environ=environ)
     assert config is not None
     assert config.backend == backend
 
 
-def test_a_file_of_ours_is_recognised_by_its_keys(tmp_path: Path) -> None:
-    assert read(written(tmp_path / "a.json", {"path": "/dev/shm/x", "size": "1GiB"})).backend == "file"
-    assert read(written(tmp_path / "b.json", {"size": "1GiB"})).backend == "memory"
+def test_our_files_are_recognised_by_their_keys(tmp_path: Path) -> None:
+    assert read(write_json(tmp_path / "a.json", {"path": "/dev/shm/x", "size": "1GiB"})).backend == "file"
+    assert read(write_json(tmp_path / "b.json", {"size": "1GiB"})).backend == "memory"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +299,7 @@ def test_a_wrong_url_gets_one_sentence(source: str, sentence: str) -> None:
     ],
 )
 def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any], sentence: str) -> None:
-    path = written(tmp_path / "config.json", content)
+    path = write_json(tmp_path / "config.json", content)
     with pytest.raises(ConfigError) as caught:
         read(path)
     assert sentence.replace("{}", str(path)) in str(caught.value)
@@ -310,11 +308,11 @@ def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: dict[str, Any],
 
 @pytest.mark.parametrize("text", ["", '{"backend": "", "configPath": ""}'])
 def test_a_string_that_names_no_backend_is_no_pool(tmp_path: Path, text: str) -> None:
-    path = written(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": text}})
+    path = write_json(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": text}})
     assert read_config(path, environ={}) is None
 
 
 def test_a_string_that_is_not_json_gets_one_sentence(tmp_path: Path) -> None:
-    path = written(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": "{'backend': 'mooncake'}"}})
+    path = write_json(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": "{'backend': 'mooncake'}"}})
     with pytest.raises(ConfigError, match=r"kvPoolConfig. in .* a string that is not valid JSON"):
         read_config(path, environ={})

@@ -21,7 +21,7 @@ from kvstore_backend.config import (
 )
 
 
-def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_defaults_for_the_native_library_do_not_override_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
     monkeypatch.setenv("MC_TCP_SLICE_SIZE", "65536")
     monkeypatch.setenv("MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT", "500")
@@ -33,13 +33,13 @@ def test_the_native_librarys_defaults_never_override_what_a_user_set(monkeypatch
     assert os.environ["MC_RPC_TIMEOUT_MS"] == "2000"
 
 
-def test_of_an_engines_variables_those_that_are_set_are_told() -> None:
+def test_only_variables_that_are_set_are_selected() -> None:
     environ = {"VLLM_B": "2", "VLLM_A": "", "HOME": "/root"}
     assert list(select_variables(["VLLM_C", "VLLM_B", "VLLM_A"], environ).items()) == [("VLLM_A", ""), ("VLLM_B", "2")]
 
 
-def test_the_native_library_is_told_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MC_STORE_CLUSTER_ID", "of somebody before us")
+def test_the_native_library_gets_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_STORE_CLUSTER_ID", "another")
     config = read_config("etcd://h:1?cluster_id=prod&protocol=tcp", environ={})
     assert config is not None
     assert isinstance(config.store, MooncakeSettings)
@@ -57,7 +57,7 @@ def test_the_model_is_named_by_a_variable() -> None:
     assert read_model_folder({}) == ""
 
 
-def test_the_protocol_and_its_devices_are_named_for_the_hand_over_too() -> None:
+def test_the_protocol_and_devices_for_direct_transfer_are_read() -> None:
     assert read_protocol({"MOONCAKE_PROTOCOL": " TCP "}) == "tcp"
     assert read_protocol({}) == ""
     environ = {"MOONCAKE_RDMA_DEVICES": "mlx5_1"}
@@ -67,14 +67,14 @@ def test_the_protocol_and_its_devices_are_named_for_the_hand_over_too() -> None:
     assert choose_rdma_devices(None, environ) == "mlx5_1"
 
 
-def test_what_a_machine_with_ascend_cards_is_told_by_variables() -> None:
+def test_the_variables_for_ascend_are_read() -> None:
     environ = {"ASCEND_BUFFER_POOL": " 4:8", "LD_LIBRARY_PATH": "/usr/local/lib::/opt/mooncake"}
     assert ascend_buffer_pool(environ) == "4:8"
     assert library_folders(environ) == [Path("/usr/local/lib"), Path("/opt/mooncake")]
     assert (ascend_buffer_pool({}), library_folders({})) == ("", [])
 
 
-def test_the_variables_that_set_an_engine_are_found_by_their_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_an_engine_are_found_by_their_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"FD_DEBUG": "1", "FLAGS_x": "2", "MY_FD_DEBUG": "3"}
     assert engine_variables(("FD_", "FLAGS_"), environ) == {"FD_DEBUG": "1", "FLAGS_x": "2"}
     monkeypatch.setenv("SGLANG_X", "4")

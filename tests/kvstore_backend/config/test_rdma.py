@@ -5,11 +5,11 @@ from pathlib import Path
 from kvstore_backend.config import has_active_port, list_rdma_devices
 
 
-def test_a_machine_whose_kernel_has_no_rdma_has_no_device() -> None:
+def test_a_machine_without_the_folder_of_devices_has_no_device() -> None:
     assert list_rdma_devices() == []
 
 
-def test_a_folder_without_devices_is_a_machine_without(rdma_devices: Path) -> None:
+def test_a_machine_with_an_empty_folder_has_no_device(rdma_devices: Path) -> None:
     rdma_devices.mkdir()
     assert list_rdma_devices() == []
 
@@ -20,7 +20,7 @@ def test_devices_are_listed_by_name(rdma_devices: Path) -> None:
     assert list_rdma_devices() == ["mlx5_0", "mlx5_1"]
 
 
-def test_one_active_port_of_several_will_do(rdma_devices: Path) -> None:
+def test_one_active_port_of_several_is_sufficient(rdma_devices: Path) -> None:
     for port, state in (("1", "1: DOWN\n"), ("2", "4: ACTIVE\n")):
         (rdma_devices / "mlx5_0" / "ports" / port).mkdir(parents=True)
         (rdma_devices / "mlx5_0" / "ports" / port / "state").write_text(state)

@@ -29,13 +29,13 @@ def mooncake(environ: dict[str, str], **kwargs: Any) -> MooncakeSettings:
     return settings
 
 
-def json_file(folder: Path, content: object) -> Path:
+def write_json(folder: Path, content: object) -> Path:
     path = folder / "mooncake_config.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
-def test_fastdeploys_environment_is_read_variable_by_variable() -> None:
+def test_all_variables_of_fastdeploy_are_read() -> None:
     environ = {
         "MOONCAKE_MASTER_SERVER_ADDR": "master.example:15001",
         "MOONCAKE_METADATA_SERVER": "http://master.example:15002/metadata",
@@ -56,7 +56,7 @@ def test_fastdeploys_environment_is_read_variable_by_variable() -> None:
     )
 
 
-def test_fastdeploys_file_is_read_key_by_key(tmp_path: Path) -> None:
+def test_all_keys_in_a_file_of_fastdeploy_are_read(tmp_path: Path) -> None:
     values = {
         "local_hostname": "localhost",
         "metadata_server": "P2PHANDSHAKE",
@@ -66,21 +66,21 @@ def test_fastdeploys_file_is_read_key_by_key(tmp_path: Path) -> None:
         "rdma_devices": "",
         "master_server_addr": "0.0.0.0:15001",
     }
-    path = json_file(tmp_path, values)
+    path = write_json(tmp_path, values)
     expected = MooncakeSettings(**{**values, "local_buffer_size": 128 << 20})  # type: ignore[arg-type]
     assert mooncake({"MOONCAKE_CONFIG_PATH": str(path)}) == mooncake({}, config_path=path) == expected
 
 
-def test_what_is_not_given_has_fastdeploys_defaults() -> None:
+def test_settings_that_are_not_given_have_the_defaults_of_fastdeploy() -> None:
     settings = mooncake(MASTER)
     assert settings.global_segment_size == GIB
     assert settings.local_buffer_size == GIB // 8
     assert settings.local_hostname == settings.rdma_devices == ""
 
 
-def test_explicit_comes_before_file_before_environment_before_default(tmp_path: Path) -> None:
+def test_the_order_is_explicit_then_file_then_environment_then_default(tmp_path: Path) -> None:
     environ = {
-        "MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"global_segment_size": 64 << 20, "local_hostname": "file"})),
+        "MOONCAKE_CONFIG_PATH": str(write_json(tmp_path, {"global_segment_size": 64 << 20, "local_hostname": "file"})),
         "MOONCAKE_MASTER_SERVER_ADDR": "environment:1",
         "MOONCAKE_LOCAL_HOSTNAME": "environment",
         "MOONCAKE_GLOBAL_SEGMENT_SIZE": "32MiB",
@@ -92,35 +92,35 @@ def test_explicit_comes_before_file_before_environment_before_default(tmp_path: 
     assert settings.local_buffer_size == 128 << 20
 
 
-def test_a_config_path_comes_before_the_one_in_the_environment(tmp_path: Path) -> None:
-    path = json_file(tmp_path, {"local_hostname": "file"})
+def test_a_config_path_overrides_the_one_in_the_environment(tmp_path: Path) -> None:
+    path = write_json(tmp_path, {"local_hostname": "file"})
     assert mooncake({**MASTER, "MOONCAKE_CONFIG_PATH": "/nowhere"}, config_path=path).local_hostname == "file"
 
 
-def test_none_and_the_empty_variable_count_as_not_given() -> None:
+def test_none_and_an_empty_variable_count_as_not_given() -> None:
     settings = mooncake({**MASTER, "MOONCAKE_GLOBAL_SEGMENT_SIZE": ""}, explicit={"local_buffer_size": None})
     assert (settings.global_segment_size, settings.local_buffer_size) == (GIB, GIB // 8)
 
 
-def test_the_process_environment_is_read_where_no_other_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_MEMORY_SIZE", "3MiB")
     assert load_config("memory").store == MemorySettings(size=3 << 20)
 
 
-def test_protocol_not_given_is_tcp_without_an_rdma_device_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_protocol_without_an_rdma_device_is_tcp(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert mooncake(MASTER).protocol == "tcp"
     assert caplog.messages == ["protocol is not given: using tcp because this machine has no RDMA device"]
 
 
-def test_protocol_not_given_is_rdma_with_a_device(rdma_devices: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_protocol_with_an_rdma_device_is_rdma(rdma_devices: Path, caplog: pytest.LogCaptureFixture) -> None:
     (rdma_devices / "mlx5_0").mkdir(parents=True)
     caplog.set_level(logging.INFO)
     assert mooncake(MASTER).protocol == "rdma"
     assert caplog.messages == ["protocol is not given: using rdma because this machine has an RDMA device"]
 
 
-def test_without_a_metadata_server_clients_shake_hands_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_metadata_server_is_p2phandshake_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     environ = {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:15001", "MOONCAKE_PROTOCOL": "tcp"}
     assert mooncake(environ).metadata_server == "P2PHANDSHAKE"
@@ -129,7 +129,7 @@ def test_without_a_metadata_server_clients_shake_hands_and_that_is_said(caplog: 
     ]
 
 
-def test_a_protocol_that_is_given_is_not_remarked_upon(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_protocol_that_is_given_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert mooncake({**MASTER, "MOONCAKE_PROTOCOL": "TCP"}).protocol == "tcp"
     assert not caplog.messages
@@ -140,7 +140,7 @@ def test_rdma_is_accepted_with_a_device(rdma_devices: Path) -> None:
     assert mooncake({**MASTER, "MOONCAKE_PROTOCOL": "rdma"}).protocol == "rdma"
 
 
-def test_variables_of_mooncake_and_its_other_users_are_let_alone() -> None:
+def test_variables_of_mooncake_and_of_other_programs_are_ignored() -> None:
     others = ["MOONCAKE_MASTER", "MOONCAKE_TE_META_DATA_SERVER", "MOONCAKE_DEVICE", "MOONCAKE_STORE_CHECKSUM"]
     assert mooncake({**MASTER, **dict.fromkeys(others, "x")}) == mooncake(MASTER)
 
@@ -234,18 +234,16 @@ def test_a_wrong_environment_gets_one_sentence(environ: dict[str, str], sentence
     ],
 )
 def test_a_wrong_file_gets_one_sentence(tmp_path: Path, content: object, sentence: str) -> None:
-    path = json_file(tmp_path, content)
+    path = write_json(tmp_path, content)
     with pytest.raises(ConfigError) as caught:
         mooncake(MASTER, config_path=path)
     assert sentence.replace("{}", str(path)) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_members_of_a_file_that_are_not_known_are_named_in_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_warning_names_the_unknown_keys_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = {"comment": "of FastDeploy's users", "protocl": "rdma", "device_nam": "mlx5_0", "protocol": "tcp"}
-    path = json_file(tmp_path, content)
+    path = write_json(tmp_path, content)
     for _ in range(2):
         assert mooncake(MASTER, config_path=path).rdma_devices == ""
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -255,15 +253,13 @@ def test_members_of_a_file_that_are_not_known_are_named_in_one_warning(
     ]
 
 
-def test_what_a_file_lacks_for_a_misspelt_member_is_still_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_misspelt_required_key_is_still_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="master_server_addr is not given"):
-        mooncake({}, config_path=json_file(tmp_path, {"master_server_adr": "h:1", "protocol": "tcp"}))
+        mooncake({}, config_path=write_json(tmp_path, {"master_server_adr": "h:1", "protocol": "tcp"}))
     assert '"master_server_adr" (did you mean master_server_addr?)' in caplog.text
 
 
-def test_a_folder_may_be_named_by_fastdeploys_variable(tmp_path: Path) -> None:
+def test_a_variable_of_fastdeploy_may_name_the_folder(tmp_path: Path) -> None:
     environ = {"FILE_BACKEND_STORAGE_DIR": "/tmp/fastdeploy"}
     assert load_config("file", environ=environ).store == FileSettings(Path("/tmp/fastdeploy"))
     ours = {**environ, "KVSTORE_FILE_PATH": "/dev/shm/kvpool"}
@@ -274,10 +270,10 @@ def test_a_folder_may_be_named_by_fastdeploys_variable(tmp_path: Path) -> None:
         load_config("file", environ={"FILE_BACKEND_STORAGE_DIR": str(a_file)})
 
 
-def test_a_folder_may_be_named_as_the_master(tmp_path: Path) -> None:
+def test_the_address_of_the_master_may_be_a_folder(tmp_path: Path) -> None:
     folder = FileSettings(Path("/dev/shm/kvpool"), 4 << 30)
     named = {"master_server_addr": "file:///dev/shm/kvpool?size=4GiB", "protocol": "rdma", "async_write": True}
-    path = json_file(tmp_path, named)
+    path = write_json(tmp_path, named)
     assert load_config("mooncake", config_path=path, environ={}) == PoolConfig(folder, async_write=True)
     assert read_config(environ={"MOONCAKE_CONFIG_PATH": str(path)}) == PoolConfig(folder, async_write=True)
     environ = {"MOONCAKE_MASTER_SERVER_ADDR": "file:///dev/shm/kvpool?size=4GiB", "MOONCAKE_PROTOCOL": "rdma"}
@@ -286,7 +282,7 @@ def test_a_folder_may_be_named_as_the_master(tmp_path: Path) -> None:
         read_config(environ={"MOONCAKE_MASTER_SERVER_ADDR": "file:kvpool"})
 
 
-def test_a_wrong_explicit_value_is_named() -> None:
+def test_the_error_names_a_wrong_explicit_value() -> None:
     with pytest.raises(ConfigError, match=r"^global_segment_size is 'x'; a size is"):
         mooncake(MASTER, explicit={"global_segment_size": "x"})
     with pytest.raises(ConfigError, match=r'^unknown key "siz"; did you mean size\?$'):
@@ -300,7 +296,7 @@ def test_a_wrong_explicit_value_is_named() -> None:
         ("", "storage backend '' is not known; valid: mooncake, file, memory"),
     ],
 )
-def test_an_unknown_backend_gets_the_nearest_name(backend: str, sentence: str) -> None:
+def test_the_error_for_an_unknown_backend_suggests_a_name(backend: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(backend, environ={})
     assert str(caught.value) == sentence
@@ -309,25 +305,25 @@ def test_an_unknown_backend_gets_the_nearest_name(backend: str, sentence: str) -
 def test_file_takes_its_folder_and_size_from_the_environment_or_a_file(tmp_path: Path) -> None:
     environ = {"KVSTORE_FILE_PATH": str(tmp_path), "KVSTORE_FILE_SIZE": "2GiB"}
     assert load_config("file", environ=environ).store == FileSettings(path=tmp_path, size=2 * GIB)
-    path = json_file(tmp_path, {"path": "/data/blocks", "size": 5_000_000})
+    path = write_json(tmp_path, {"path": "/data/blocks", "size": 5_000_000})
     assert load_config("file", config_path=path, environ=environ).store == FileSettings(
         path=Path("/data/blocks"), size=5_000_000
     )
 
 
 def test_file_reads_the_file_that_the_environment_names_if_it_describes_a_folder(tmp_path: Path) -> None:
-    environ = {"MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"path": "/data/blocks", "async_write": True}))}
+    environ = {"MOONCAKE_CONFIG_PATH": str(write_json(tmp_path, {"path": "/data/blocks", "async_write": True}))}
     config = load_config("file", environ=environ)
     assert config == PoolConfig(FileSettings(Path("/data/blocks")), async_write=True) == read_config(environ=environ)
 
 
 def test_file_does_not_read_mooncakes_file(tmp_path: Path) -> None:
-    environ = {"MOONCAKE_CONFIG_PATH": str(json_file(tmp_path, {"master_server_addr": "h:1"}))}
+    environ = {"MOONCAKE_CONFIG_PATH": str(write_json(tmp_path, {"master_server_addr": "h:1"}))}
     assert load_config("file", environ=environ) == load_config("file", environ={})
 
 
 @pytest.mark.parametrize("name", ["KVSTORE_SERVICE_HOST", "KVSTORE_PORT", "KVSTORE_PORT_8000_TCP_ADDR"])
-def test_what_kubernetes_makes_of_a_service_named_kvstore_is_let_alone(name: str) -> None:
+def test_variables_of_a_kubernetes_service_named_kvstore_are_ignored(name: str) -> None:
     assert load_config("file", environ={name: "10.0.0.1"}) == load_config("file", environ={})
 
 
@@ -365,25 +361,25 @@ RDMA_FILE = {
 }
 
 
-def test_the_variable_of_the_protocol_comes_before_the_file_and_that_is_said_once(
+def test_the_variable_of_the_protocol_overrides_the_file_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = json_file(tmp_path, {**RDMA_FILE, "rdma_devices": ""})
+    path = write_json(tmp_path, {**RDMA_FILE, "rdma_devices": ""})
     environ = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_PROTOCOL": "tcp"}
     assert mooncake(environ).protocol == mooncake(environ).protocol == "tcp"
     assert caplog.messages == [f'MOONCAKE_PROTOCOL=tcp overrides "protocol" in {path}, which is rdma']
 
 
-def test_the_variable_of_the_protocol_is_heard_beside_a_file_that_is_named_otherwise(tmp_path: Path) -> None:
-    config = read_config(json_file(tmp_path, RDMA_FILE), environ={"MOONCAKE_PROTOCOL": "tcp"})
+def test_the_variable_of_the_protocol_overrides_a_file_that_the_caller_names(tmp_path: Path) -> None:
+    config = read_config(write_json(tmp_path, RDMA_FILE), environ={"MOONCAKE_PROTOCOL": "tcp"})
     assert config is not None
     assert isinstance(config.store, MooncakeSettings)
     assert config.store.protocol == "tcp"
 
 
-def test_no_other_variable_comes_before_the_file(tmp_path: Path) -> None:
+def test_no_other_variable_overrides_the_file(tmp_path: Path) -> None:
     values = {"protocol": "tcp", "rdma_devices": "mlx5_0", "local_hostname": "file", "global_segment_size": 32 << 20}
-    path = json_file(tmp_path, {**RDMA_FILE, **values})
+    path = write_json(tmp_path, {**RDMA_FILE, **values})
     environ = {
         "MOONCAKE_CONFIG_PATH": str(path),
         "MOONCAKE_RDMA_DEVICES": "mlx5_9",
@@ -394,7 +390,7 @@ def test_no_other_variable_comes_before_the_file(tmp_path: Path) -> None:
     assert mooncake(environ) == mooncake({"MOONCAKE_CONFIG_PATH": str(path)})
 
 
-def test_the_variable_of_the_protocol_does_not_come_before_a_url_or_an_explicit_value(
+def test_the_variable_of_the_protocol_does_not_override_a_url_or_an_explicit_value(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     environ = {**MASTER, "MOONCAKE_PROTOCOL": "ascend"}
@@ -406,8 +402,8 @@ def test_the_variable_of_the_protocol_does_not_come_before_a_url_or_an_explicit_
     assert not caplog.messages
 
 
-def test_rdma_that_is_not_there_is_refused_with_the_file_the_word_and_the_variable(tmp_path: Path) -> None:
-    path = json_file(tmp_path, RDMA_FILE)
+def test_the_error_for_missing_rdma_names_the_file_and_the_variable(tmp_path: Path) -> None:
+    path = write_json(tmp_path, RDMA_FILE)
     with pytest.raises(ConfigError) as caught:
         mooncake({"MOONCAKE_CONFIG_PATH": str(path)})
     assert str(caught.value) == (
@@ -416,8 +412,8 @@ def test_rdma_that_is_not_there_is_refused_with_the_file_the_word_and_the_variab
     )
 
 
-def test_what_the_variable_changes_is_told_to_whoever_asks(tmp_path: Path) -> None:
-    path = json_file(tmp_path, RDMA_FILE)
+def test_an_override_by_the_variable_is_described(tmp_path: Path) -> None:
+    path = write_json(tmp_path, RDMA_FILE)
     environ = {"MOONCAKE_CONFIG_PATH": str(path), "MOONCAKE_PROTOCOL": "TCP"}
     sentence = f'MOONCAKE_PROTOCOL=tcp overrides "protocol" in {path}, which is rdma'
     assert describe_override(environ=environ) == describe_override(path, environ=environ) == sentence
@@ -426,7 +422,7 @@ def test_what_the_variable_changes_is_told_to_whoever_asks(tmp_path: Path) -> No
 
 
 def test_the_environment_names_a_protocol_by_its_variable_or_in_the_file(tmp_path: Path) -> None:
-    path = str(json_file(tmp_path, RDMA_FILE))
+    path = str(write_json(tmp_path, RDMA_FILE))
     assert names_protocol({"MOONCAKE_PROTOCOL": "tcp"})
     assert names_protocol({"MOONCAKE_CONFIG_PATH": path})
     assert not names_protocol({})

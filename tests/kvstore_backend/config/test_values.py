@@ -24,7 +24,7 @@ def test_addresses_may_be_names_ipv4_and_bracketed_ipv6() -> None:
 
 @pytest.mark.parametrize("parse", [parse_master_address, parse_metadata_server])
 @pytest.mark.parametrize(
-    ("url", "meant"),
+    ("url", "parsed"),
     [
         ("etcd://127.0.0.1:12379;127.0.0.1:22379;127.0.0.1:32379",) * 2,  # FastDeploy's ha_mooncake_config.json
         ("etcd://http://h:2379", "etcd://h:2379"),
@@ -33,10 +33,10 @@ def test_addresses_may_be_names_ipv4_and_bracketed_ipv6() -> None:
         ("redis://h:6379/", "redis://h:6379"),
     ],
 )
-def test_several_masters_and_their_metadata_are_named_as_mooncake_names_them(
-    parse: Callable[[object], str], url: str, meant: str
+def test_addresses_of_several_masters_get_the_form_of_mooncake(
+    parse: Callable[[object], str], url: str, parsed: str
 ) -> None:
-    assert parse(url) == meant
+    assert parse(url) == parsed
 
 
 def test_masters_may_be_elected_in_kubernetes() -> None:
@@ -69,9 +69,7 @@ def test_masters_may_be_elected_in_kubernetes() -> None:
         (parse_metadata_server, "zookeeper://h:1", "the metadata server must be P2PHANDSHAKE, or a URL"),
     ],
 )
-def test_another_way_to_several_masters_gets_one_sentence(
-    parse: Callable[[object], str], url: str, sentence: str
-) -> None:
+def test_a_wrong_address_gets_one_sentence(parse: Callable[[object], str], url: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         parse(url)
 
@@ -92,14 +90,12 @@ def test_a_password_in_an_address_is_not_repeated(url: str, environ: dict[str, s
     assert "hidden" not in str(caught.value)
 
 
-def test_file_defaults_to_a_folder_of_this_users_own_in_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_default_folder_of_a_user_is_in_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(values, "SHARED_MEMORY", tmp_path)
     assert load_config("file", environ={}).store == FileSettings(path=tmp_path / f"kvstore-{os.getuid()}")
 
 
-def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
+def test_the_default_folder_without_shared_memory_is_a_temporary_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(values, "SHARED_MEMORY", tmp_path / "none")
@@ -124,19 +120,19 @@ def test_file_defaults_to_the_temporary_folder_where_there_is_no_shared_memory(
         ("2TiB", 2048 * GIB),
     ],
 )
-def test_sizes_read_as_written(text: str, nbytes: int) -> None:
+def test_a_size_is_parsed_with_its_unit(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "4G", "1e9", "-1", "4 Gi B", "½GB", "1,5GB", "0x10", None, 1.0, True, -1])
-def test_what_is_no_size_is_refused(text: object) -> None:
+def test_a_value_that_is_not_a_size_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="a size is a number of bytes"):
         parse_size(text)
 
 
 @given(st.integers(0, 2**63), st.sampled_from(["", "B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]))
 @example(2**63 - 1, "TiB")
-def test_whole_sizes_are_exact(number: int, unit: str) -> None:
+def test_integer_sizes_are_exact(number: int, unit: str) -> None:
     powers = {"K": 1, "M": 2, "G": 3, "T": 4}
     factor = (1024 if "i" in unit else 1000) ** powers.get(unit[:1], 0)
     assert parse_size(f"{number}{unit}") == number * factor

@@ -1,4 +1,4 @@
-"""What was written under one sharding and is read under another is a plain slice of the whole, or is not there."""
+"""Blocks that are written in one sharding and read in another are plain slices of the whole KV, or misses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def family_of(whole: WholeKV, own: Namespace) -> ShardingFamily:
 
 
 def write(store: MemoryStore, whole: WholeKV, sharding: Namespace) -> list[bytes]:
-    """All ranks' blocks of all tokens; their hashes."""
+    """Store the blocks of all ranks; return the hashes."""
     for rank in range(sharding.tp_size):
         hashes = store_blocks(BlockPool(CheckedBackend(store), replace(sharding, tp_rank=rank)), whole, TOKEN_IDS)
     return hashes
@@ -55,7 +55,7 @@ def write(store: MemoryStore, whole: WholeKV, sharding: Namespace) -> list[bytes
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_what_is_gathered_is_a_plain_slice_of_the_whole(data: st.DataObject) -> None:
+def test_a_gathered_block_is_a_plain_slice_of_the_whole_kv(data: st.DataObject) -> None:
     heads, layers = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8])), data.draw(st.integers(1, 3))
     sizes = [size for size in (1, 2, 4, 8, 16) if heads % size == 0 or size % heads == 0]
     writer, reader = data.draw(st.sampled_from(sizes)), data.draw(st.sampled_from(sizes))
@@ -79,7 +79,7 @@ def test_what_is_gathered_is_a_plain_slice_of_the_whole(data: st.DataObject) -> 
 
 
 class Reading:
-    """A reader of TP 1 and blocks of 8 tokens, where TP 2 wrote blocks of ``stored``."""
+    """A reader with TP 1 and blocks of 8 tokens; TP 2 wrote blocks of ``stored`` tokens."""
 
     def __init__(self, store: MemoryStore, stored: int = 8, deadline: float = 10.0) -> None:
         self.store = store
@@ -99,8 +99,8 @@ class Reading:
     def key(self, block: int, rank: int) -> str:
         return replace(self.sharding, tp_rank=rank).key(self.names[block])
 
-    def right(self) -> list[bool]:
-        """Which targets hold what they should; the others must be untouched."""
+    def check_targets(self) -> list[bool]:
+        """Return for each target whether it has its block; the others must be unchanged."""
         right = [memory.content == self.whole.block(self.own, i) for i, memory in enumerate(self.memories)]
         for memory, is_right in zip(self.memories, right, strict=True):
             assert is_right or memory.content == b"\xee" * memory.nbytes
@@ -108,11 +108,11 @@ class Reading:
 
 
 @pytest.mark.parametrize(("stored", "whole"), [(8, 3), (16, 6), (4, 1)])
-def test_a_block_lacking_one_piece_is_a_miss_and_its_memory_is_left_alone(stored: int, whole: int) -> None:
+def test_a_block_that_lacks_a_piece_is_a_miss_and_its_memory_is_unchanged(stored: int, whole: int) -> None:
     reading = Reading(MemoryStore(1 << 20), stored)
     reading.store.remove([reading.key(3, 1)])
     assert reading.read() == whole
-    assert reading.right() == [i < whole for i in range(8)]
+    assert reading.check_targets() == [i < whole for i in range(8)]
 
 
 def test_a_piece_of_another_size_is_a_miss() -> None:
@@ -121,7 +121,7 @@ def test_a_piece_of_another_size_is_a_miss() -> None:
     wrong = Memory(b"x" * 77)
     reading.store.put([reading.key(2, 0)], [wrong.value])
     assert reading.read() == 2
-    assert reading.right() == [i < 2 for i in range(8)]
+    assert reading.check_targets() == [i < 2 for i in range(8)]
 
 
 def test_a_piece_that_does_not_verify_is_a_miss_and_is_removed() -> None:
@@ -130,7 +130,7 @@ def test_a_piece_that_does_not_verify_is_a_miss_and_is_removed() -> None:
     stored = reading.store._values[key]
     reading.store._values[key] = stored[:-1] + bytes([stored[-1] ^ 1])
     assert reading.read() == 5
-    assert reading.right() == [i < 5 for i in range(8)]
+    assert reading.check_targets() == [i < 5 for i in range(8)]
     assert reading.store.exists([key]) == [Status.ABSENT]
 
 
@@ -138,38 +138,38 @@ def test_a_piece_of_another_rank_in_its_place_is_a_miss() -> None:
     reading = Reading(MemoryStore(1 << 20))
     reading.store._values[reading.key(0, 0)] = reading.store._values[reading.key(0, 1)]
     assert reading.read() == 0
-    assert not any(reading.right())
+    assert not any(reading.check_targets())
 
 
 class HangingStore(MemoryStore):
-    """Its first read writes nonsense into its targets long after it was given up."""
+    """The first read hangs until ``resume`` is set, and then overwrites its targets."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self.goes_on = threading.Event()
+        self.resume = threading.Event()
         self.targets: list[Sequence[Value]] = []
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         self.targets.append(targets)
         if len(self.targets) == 1:
-            self.goes_on.wait(60)
+            self.resume.wait(60)
             for address, nbytes in (span for target in targets for span in target):
                 ctypes.memset(address, 0xFF, nbytes)
         return super().get(keys, targets)
 
 
-def test_a_late_call_writes_into_memory_that_nobody_uses_meanwhile() -> None:
+def test_a_late_call_writes_only_to_memory_that_nobody_uses() -> None:
     store = HangingStore()
     reading = Reading(store, deadline=0.1)
     assert reading.read() == 0
-    assert not any(reading.right())
+    assert not any(reading.check_targets())
     assert reading.read() == 0  # at once: the pool is not used while the call runs
-    store.goes_on.set()
+    store.resume.set()
     assert reading.stack.wait_for_late_calls(60)
-    assert not any(reading.right())
+    assert not any(reading.check_targets())
     wait_until(lambda: reading.stack.is_ready, "the breaker to close")
     assert reading.read() == 8
-    assert all(reading.right())
+    assert all(reading.check_targets())
 
 
 def test_targets_of_another_size_than_a_block_are_refused() -> None:
@@ -179,15 +179,15 @@ def test_targets_of_another_size_than_a_block_are_refused() -> None:
         reading.gatherer.read_blocks(reading.sharding, reading.names, 0, [reading.memories[0].value, wrong.value])
 
 
-def test_reads_larger_than_the_buffer_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_is_larger_than_the_buffer_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_backend.resharding.gather._BUFFER_BYTES", 1500)
     reading = Reading(MemoryStore(1 << 20))
     assert reading.read() == 8
-    assert all(reading.right())
+    assert all(reading.check_targets())
 
 
 class Registering(Wrapper):
-    """Notes what memory it was told of; has a late call while a test says so."""
+    """Records the registered memory; has a late call while ``is_late`` is set."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore(1 << 20))
@@ -206,13 +206,13 @@ class Registering(Wrapper):
 
 
 class TestBuffers:
-    """Memory that pieces are read into."""
+    """Buffers for the pieces that are read."""
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gather, "_BUFFER_BYTES", 1000)
 
-    def test_one_is_registered_with_headroom_and_used_again_at_once(self) -> None:
+    def test_a_buffer_is_registered_with_headroom_and_reused_at_once(self) -> None:
         stack = Registering()
         buffers = gather._Buffers(stack)
         first = buffers.take(10)
@@ -223,18 +223,18 @@ class TestBuffers:
         buffers.give_back(first, maybe_late=False)
         assert len(stack.known) == 1
 
-    def test_two_at_the_same_time_are_different_memory(self) -> None:
+    def test_two_buffers_in_use_are_different_memory(self) -> None:
         buffers = gather._Buffers(Registering())
         assert buffers.take(10) is not buffers.take(10)
 
-    def test_one_that_is_too_small_is_forgotten_for_a_larger_one(self) -> None:
+    def test_a_larger_buffer_replaces_one_that_is_too_small(self) -> None:
         stack = Registering()
         buffers = gather._Buffers(stack)
         buffers.give_back(buffers.take(10), maybe_late=False)
         larger = buffers.take(1001)
         assert stack.known == {larger.ctypes.data: (1001, True)}
 
-    def test_one_that_a_late_call_may_write_to_is_used_for_nothing_until_that_has_ended(self) -> None:
+    def test_a_buffer_is_not_reused_before_its_late_call_has_ended(self) -> None:
         stack = Registering()
         stack.is_late = True
         buffers = gather._Buffers(stack)
@@ -244,26 +244,24 @@ class TestBuffers:
         assert other is not first
         assert first.ctypes.data in stack.known
         buffers.give_back(other, maybe_late=False)
-        assert buffers._free == [other], "who knows that no call is late does not wait"
+        assert buffers._free == [other], "the buffer is free at once if no call can be late"
         stack.ended.set()
-        wait_until(lambda: len(buffers._free) == 2, "the buffer to be back")
+        wait_until(lambda: len(buffers._free) == 2, "the buffer to be free")
 
     @pytest.mark.parametrize(("nbytes", "slot"), [(1, 256), (128, 256), (129, 384), (384, 512)])
-    def test_a_piece_has_headroom_and_the_next_one_is_as_well_aligned(self, nbytes: int, slot: int) -> None:
+    def test_a_slot_has_headroom_and_a_size_that_preserves_the_alignment(self, nbytes: int, slot: int) -> None:
         assert gather._slot_bytes(nbytes) == slot
 
 
-def test_pieces_are_read_into_slots_one_after_another_and_as_many_at_once_as_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_call_reads_as_many_pieces_as_the_buffer_has_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[int]] = []
     get = MemoryStore.get
 
-    def noting(store: MemoryStore, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+    def get_and_record(store: MemoryStore, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         calls.append([target[0].address for target in targets])
         return get(store, keys, targets)
 
-    monkeypatch.setattr(MemoryStore, "get", noting)
+    monkeypatch.setattr(MemoryStore, "get", get_and_record)
     reading = Reading(MemoryStore(1 << 20))
     slot = gather._slot_bytes(reading.family.block_bytes(reading.sharding))
     monkeypatch.setattr(gather, "_BUFFER_BYTES", 6 * slot)  # three blocks of two pieces each
@@ -273,7 +271,7 @@ def test_pieces_are_read_into_slots_one_after_another_and_as_many_at_once_as_fit
         assert {later - earlier for earlier, later in pairwise(addresses)} == {slot}
 
 
-def test_nothing_is_asked_where_the_pool_is_away_or_blocks_have_no_name() -> None:
+def test_a_read_without_names_of_blocks_finds_nothing_even_after_a_close() -> None:
     reading = Reading(MemoryStore(1 << 20))
     reading.names = []
     assert reading.read() == 0

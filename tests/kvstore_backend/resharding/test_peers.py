@@ -1,4 +1,4 @@
-"""Another sharding's blocks are found behind one's own, are read with them, and cost nothing where there are none."""
+"""Blocks of other shardings extend the own blocks and are read with them; without any, the lookups are few."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def sharding(tp_size: int, block_size: int = 16, rank: int = 0) -> Namespace:
 
 
 class CountingStore(MemoryStore):
-    """Counts look-ups, and the keys of the last one."""
+    """Records the keys of each lookup."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
-        self.looked_up: list[Sequence[str]] = []
+        self.lookups: list[Sequence[str]] = []
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
-        self.looked_up.append(keys)
+        self.lookups.append(keys)
         return super().exists(keys)
 
 
@@ -68,7 +68,7 @@ def write(store: MemoryStore, tp_size: int, block_size: int = 16, *, tokens: int
 
 
 class Reader:
-    """Someone of TP 1 and blocks of 16 tokens, or of ``own``."""
+    """A reader in the sharding ``own``; by default TP 1 and blocks of 16 tokens."""
 
     def __init__(self, store: MemoryStore, own: Namespace = OWN, first: int = 0) -> None:
         self.pool = pool_of(store, own)
@@ -89,7 +89,7 @@ class Reader:
         names = self.names_of(run.sharding.block_size)
         return self.peers.reader_of(run, self.hashes, self.first, names)(begin, targets)
 
-    def holds(self, count: int) -> None:
+    def check_blocks(self, count: int) -> None:
         for i, memory in enumerate(self.memories):
             is_right = memory.content == WHOLE.block(self.own, self.first + i)
             assert is_right if i < count else memory.content == b"\xee" * memory.nbytes
@@ -98,7 +98,7 @@ class Reader:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("own", [sharding(1), sharding(2, 16, 1), sharding(4, 64, 2)], ids=["tp1", "tp2", "tp4"])
-def test_a_prompt_that_another_cut_has_is_read_whole(
+def test_a_prompt_that_is_stored_in_another_sharding_is_read_completely(
     store: CountingStore, tp_size: int, block_size: int, own: Namespace
 ) -> None:
     write(store, tp_size, block_size)
@@ -109,10 +109,10 @@ def test_a_prompt_that_another_cut_has_is_read_whole(
         return
     assert run == Run(len(reader.hashes), sharding(tp_size, block_size), (range(len(reader.hashes)),))
     assert reader.read(run) == run.count
-    reader.holds(run.count)
+    reader.check_blocks(run.count)
 
 
-def test_own_blocks_come_first_and_in_between(store: CountingStore) -> None:
+def test_a_run_combines_own_blocks_with_blocks_of_a_peer(store: CountingStore) -> None:
     write(store, 2)
     hashes = store_blocks(own := pool_of(store, OWN), WHOLE, TOKENS)
     own.remove_blocks([hashes[i] for i in (2, 3, 6, 7)])
@@ -121,10 +121,10 @@ def test_own_blocks_come_first_and_in_between(store: CountingStore) -> None:
     run = reader.look_up()
     assert run == Run(7, sharding(2), (range(2, 4), range(6, 7)))
     assert reader.read(run) == 7
-    reader.holds(7)
+    reader.check_blocks(7)
 
 
-def test_reading_goes_on_in_the_middle(store: CountingStore) -> None:
+def test_a_read_may_begin_in_the_middle_of_a_run(store: CountingStore) -> None:
     write(store, 2, 64)
     reader = Reader(store, first=3)
     run = reader.look_up()
@@ -135,7 +135,7 @@ def test_reading_goes_on_in_the_middle(store: CountingStore) -> None:
     ] * 3
 
 
-def test_the_cut_that_adds_most_is_taken(store: CountingStore) -> None:
+def test_the_sharding_that_adds_the_most_blocks_is_chosen(store: CountingStore) -> None:
     write(store, 2, tokens=64)
     write(store, 4, tokens=96)
     run = Reader(store).look_up()
@@ -143,50 +143,50 @@ def test_the_cut_that_adds_most_is_taken(store: CountingStore) -> None:
     assert (run.sharding, run.count) == (sharding(4), 6)
 
 
-def test_a_block_evicted_after_the_look_up_ends_the_read(store: CountingStore) -> None:
+def test_a_block_that_is_evicted_after_the_lookup_ends_the_read(store: CountingStore) -> None:
     hashes = write(store, 2)
     reader = Reader(store)
     run = reader.look_up()
     assert run is not None
     pool_of(store, sharding(2, rank=1)).remove_blocks([hashes[4]])
     assert reader.read(run) == 4
-    reader.holds(4)
+    reader.check_blocks(4)
 
 
-def test_a_rank_whose_blocks_are_gone_makes_none_of_use(store: CountingStore) -> None:
+def test_a_rank_without_blocks_makes_its_peers_blocks_unusable(store: CountingStore) -> None:
     write(store, 2)
     pool_of(store, sharding(2, rank=1)).clear()
     assert Reader(store).look_up() is None
     rank = Reader(store, sharding(4, rank=1))  # its heads are rank 0's
     assert (run := rank.look_up()) is not None
     assert rank.read(run) == 8
-    rank.holds(8)
+    rank.check_blocks(8)
 
 
-def test_without_peers_nobody_is_asked_but_now_and_then(store: CountingStore, clock: list[float]) -> None:
+def test_peers_are_looked_up_only_rarely_if_there_are_none(store: CountingStore, clock: list[float]) -> None:
     reader = Reader(store)
     for _ in range(3):
         assert reader.look_up() is None
-    own, markers, *others = store.looked_up
+    own, markers, *others = store.lookups
     assert {len(own), *map(len, others)} == {8}
     assert len(others) == 2
     assert set(markers) == {manifest_key(peer.digest) for peer in family().peers}
     clock[0] += 11
     write(store, 2)
-    store.looked_up.clear()
+    store.lookups.clear()
     assert reader.look_up() is not None
-    assert len(store.looked_up) == 3
+    assert len(store.lookups) == 3
 
 
-def test_a_prompt_that_is_there_whole_asks_nobody_else(store: CountingStore) -> None:
+def test_a_complete_prompt_causes_no_lookup_of_peers(store: CountingStore) -> None:
     write(store, 1)
     write(store, 2)
-    store.looked_up.clear()
+    store.lookups.clear()
     assert Reader(store).look_up() is None
-    assert len(store.looked_up) == 1
+    assert len(store.lookups) == 1
 
 
-def test_a_cut_that_left_no_marker_is_not_found(store: CountingStore) -> None:
+def test_a_sharding_without_a_marker_is_not_found(store: CountingStore) -> None:
     write(store, 2)
     store.remove([manifest_key(sharding(2).digest)])
     assert Reader(store).look_up() is None
@@ -199,7 +199,7 @@ def test_another_model_is_no_peer(store: CountingStore) -> None:
     assert Reader(store).look_up() is None
 
 
-def test_a_pool_of_other_bytes_has_no_peers(store: CountingStore) -> None:
+def test_a_pool_with_another_layout_has_no_peers(store: CountingStore) -> None:
     write(store, 2)
     reader = Reader(store)
     pool = pool_of(store, replace(OWN, layout="any as int8"))
@@ -221,18 +221,18 @@ def test_a_tenants_pool_has_peers_of_that_tenant(store: CountingStore) -> None:
         )
         == 8
     )
-    reader.holds(8)
+    reader.check_blocks(8)
 
 
-def test_a_pool_that_fails_is_not_asked_further(store: CountingStore) -> None:
+def test_a_failed_lookup_causes_no_lookup_of_peers(store: CountingStore) -> None:
     write(store, 2)
     reader = Reader(store)
     store.close()
-    store.looked_up.clear()
+    store.lookups.clear()
     assert reader.look_up() is None
-    assert len(store.looked_up) == 1
+    assert len(store.lookups) == 1
 
 
-def test_a_run_says_where_its_blocks_come_from(store: CountingStore) -> None:
+def test_the_text_of_a_run_names_the_sharding_of_its_blocks(store: CountingStore) -> None:
     write(store, 2, 64)
     assert str(Reader(store).look_up()) == "8 of them from TP 2, blocks of 64 tokens"

@@ -28,17 +28,17 @@ OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 BLOCK = 1000
 
 
-class Measured(NamedTuple):
-    """What the ledger of a folder says."""
+class Accounts(NamedTuple):
+    """The counts in the ledger of a folder."""
 
     keys: int
     used_bytes: int
     capacity_bytes: int
 
 
-def measure(store: FileStore) -> Measured:
+def measure(store: FileStore) -> Accounts:
     used, keys = store._ledger.read_accounts()
-    return Measured(keys, used, store._ledger.capacity)
+    return Accounts(keys, used, store._ledger.capacity)
 
 
 @pytest.fixture
@@ -63,21 +63,21 @@ def get(store: StorageBackend, key: str, nbytes: int = BLOCK) -> Status:
     return store.get([key], [target.value])[0]
 
 
-def files(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """Every stored value and every draft."""
     return [path for path in folder.rglob("*") if path.is_file() and path.name != "ledger"]
 
 
-def bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in files(folder))
+def count_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in list_files(folder))
 
 
-def numbered(count: int, start: int = 0) -> list[str]:
+def make_keys(count: int, start: int = 0) -> list[str]:
     return [f"key{i}" for i in range(start, start + count)]
 
 
 class TestSharing:
-    def test_what_one_process_puts_another_gets_sees_and_removes(self, store: FileStore, folder: Path) -> None:
+    def test_a_process_finds_gets_and_removes_the_value_of_another(self, store: FileStore, folder: Path) -> None:
         with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
             assert peer.put("theirs", b"from there") is OK
             assert get(store, "theirs", 10) is OK
@@ -94,121 +94,123 @@ class TestSharing:
         assert get(store, "key", 5) is OK
         store.close()
 
-    def test_processes_keep_one_limit_together(self, store: FileStore, folder: Path) -> None:
+    def test_all_processes_together_obey_one_limit(self, store: FileStore, folder: Path) -> None:
         with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
-            for key in numbered(120):
+            for key in make_keys(120):
                 assert peer.put(f"theirs-{key}", bytes(BLOCK)) is OK
                 assert put(store, f"ours-{key}") == [OK]
-                assert bytes_in(folder) <= 100 * BLOCK
-        assert measure(store).used_bytes == bytes_in(folder)
-        assert measure(store).keys == len(files(folder))
+                assert count_bytes(folder) <= 100 * BLOCK
+        assert measure(store).used_bytes == count_bytes(folder)
+        assert measure(store).keys == len(list_files(folder))
 
-    def test_two_writers_of_one_key_leave_one_whole_value(self, folder: Path) -> None:
+    def test_parallel_writers_of_one_key_store_one_complete_value(self, folder: Path) -> None:
         stores = [FileStore(folder, 10**8) for _ in range(4)]
         sources = [Memory(bytes([number]) * 300_000) for number in range(4)]
-        for key in numbered(20):
+        for key in make_keys(20):
             with ThreadPoolExecutor(4) as threads:
                 answers = threads.map(lambda i, key=key: stores[i].put([key], [sources[i].value]), range(4))
             assert list(answers) == [[OK]] * 4
             target = Memory(300_000)
             assert stores[0].get([key], [target.value]) == [OK]
             assert target.content in [source.content for source in sources]
-        assert measure(stores[0]).used_bytes == bytes_in(folder) == 20 * 300_000
+        assert measure(stores[0]).used_bytes == count_bytes(folder) == 20 * 300_000
         for store in stores:
             store.close()
 
 
 class TestEviction:
-    def test_the_least_recently_used_go_first(self, store: FileStore) -> None:
-        put(store, *numbered(100))
-        for key in numbered(90):
+    def test_the_least_recently_used_values_are_evicted_first(self, store: FileStore) -> None:
+        put(store, *make_keys(100))
+        for key in make_keys(90):
             assert get(store, key) is OK
         put(store, "one more")
-        present = store.exists([*numbered(100), "one more"])
+        present = store.exists([*make_keys(100), "one more"])
         assert present[:90] == [OK] * 90
         assert present[-1] is OK
         assert ABSENT in present[90:100]
 
-    def test_use_by_another_process_counts(self, store: FileStore, folder: Path) -> None:
-        put(store, *numbered(100))
+    def test_a_use_by_another_process_counts(self, store: FileStore, folder: Path) -> None:
+        put(store, *make_keys(100))
         with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
             assert isinstance(peer.get("key0", BLOCK), bytes)
             put(store, "one more")
         assert store.exists(["key0", "key1"]) == [OK, ABSENT]
 
-    def test_after_the_clock_was_set_back_the_new_stay_and_the_old_go(
+    def test_old_values_are_evicted_first_after_the_clock_was_set_back(
         self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patch:
             ahead = time.time_ns() + 10**18
             patch.setattr(time, "time_ns", lambda: ahead)
-            put(store, *numbered(50))
-        put(store, *numbered(50, start=50))
+            put(store, *make_keys(50))
+        put(store, *make_keys(50, start=50))
         put(store, "one more")
-        assert store.exists(numbered(50, start=50)) == [OK] * 50
-        assert ABSENT in store.exists(numbered(50))
+        assert store.exists(make_keys(50, start=50)) == [OK] * 50
+        assert ABSENT in store.exists(make_keys(50))
 
-    def test_an_eviction_looks_at_some_of_many_values_and_takes_the_oldest_of_those(
+    def test_an_eviction_removes_the_oldest_values_of_a_sample(
         self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        put(store, *numbered(100))
+        put(store, *make_keys(100))
         monkeypatch.setattr(file_ledger, "SAMPLE_SIZE", 30)
-        looked_at = _folders_looked_at(folder / "blocks", monkeypatch)
+        listed = _record_listed_folders(folder / "blocks", monkeypatch)
         assert put(store, "key100") == [OK]
-        assert 0 < len(looked_at) <= 30
-        assert put(store, *numbered(9, start=101)) == [OK] * 9
-        assert store.exists(numbered(30, start=80)) == [OK] * 30
-        assert measure(store).used_bytes == bytes_in(folder) <= 100 * BLOCK
+        assert 0 < len(listed) <= 30
+        assert put(store, *make_keys(9, start=101)) == [OK] * 9
+        assert store.exists(make_keys(30, start=80)) == [OK] * 30
+        assert measure(store).used_bytes == count_bytes(folder) <= 100 * BLOCK
 
-    def test_opening_looks_at_no_value(self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        put(store, *numbered(50))
-        looked_at = _folders_looked_at(folder / "blocks", monkeypatch)
+    def test_opening_lists_no_folder_of_values(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(store, *make_keys(50))
+        listed = _record_listed_folders(folder / "blocks", monkeypatch)
         another = FileStore(folder, 100 * BLOCK)
-        assert looked_at == []
+        assert listed == []
         assert measure(another) == measure(store)
         another.close()
 
-    def test_values_that_somebody_removed_by_hand_are_evicted_from_the_count(
+    def test_the_next_eviction_corrects_the_count_of_values_deleted_by_hand(
         self, store: FileStore, folder: Path
     ) -> None:
-        put(store, *numbered(100))
-        for path in files(folder)[:90]:
+        put(store, *make_keys(100))
+        for path in list_files(folder)[:90]:
             path.unlink()
         assert put(store, "one more") == [OK]
-        assert measure(store).used_bytes == bytes_in(folder) == 11 * BLOCK
+        assert measure(store).used_bytes == count_bytes(folder) == 11 * BLOCK
 
-    def test_asking_whether_a_key_is_there_does_not_use_it(self, store: FileStore) -> None:
-        put(store, *numbered(100))
+    def test_a_lookup_does_not_count_as_a_use(self, store: FileStore) -> None:
+        put(store, *make_keys(100))
         store.exists(["key0"])
         put(store, "one more")
         assert store.exists(["key0"]) == [ABSENT]
 
     def test_a_value_larger_than_the_store_fails_and_evicts_nothing(self, store: FileStore) -> None:
-        put(store, *numbered(100))
+        put(store, *make_keys(100))
         assert put(store, "huge", nbytes=100 * BLOCK + 1) == [FAILED]
-        assert store.exists(numbered(100)) == [OK] * 100
+        assert store.exists(make_keys(100)) == [OK] * 100
 
     def test_a_value_as_large_as_the_store_fits(self, store: FileStore) -> None:
-        put(store, *numbered(3))
+        put(store, *make_keys(3))
         assert put(store, "whole", nbytes=100 * BLOCK) == [OK]
-        assert store.exists([*numbered(3), "whole"]) == [ABSENT, ABSENT, ABSENT, OK]
+        assert store.exists([*make_keys(3), "whole"]) == [ABSENT, ABSENT, ABSENT, OK]
 
-    def test_a_value_evicted_while_it_is_read_arrives_whole(
+    def test_a_value_that_is_removed_while_it_is_read_is_read_completely(
         self, store: FileStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         source, target = Memory(secrets.token_bytes(BLOCK)), Memory(BLOCK)
         store.put(["key"], [source.value])
 
-        def evict_then_read(file: int, buffers: list[memoryview], offset: int) -> int:
+        def remove_then_read(file: int, buffers: list[memoryview], offset: int) -> int:
             assert store.remove(["key"]) == [OK]
             return preadv(file, buffers, offset)
 
         preadv = os.preadv
-        monkeypatch.setattr(os, "preadv", evict_then_read)
+        monkeypatch.setattr(os, "preadv", remove_then_read)
         assert store.get(["key"], [target.value]) == [OK]
         assert target.content == source.content
 
-    def test_the_capacity_is_what_the_filesystem_has_room_for(
+    def test_the_free_space_of_the_filesystem_limits_the_capacity(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         statvfs = os.statvfs_result((4096, 4096, 100, 25, 25, 9, 9, 9, 0, 255))  # stands in for a small filesystem
@@ -219,7 +221,7 @@ class TestEviction:
         store.close()
 
     @given(st.lists(st.tuples(st.sampled_from("pgr"), st.sampled_from("abcdefgh"), st.integers(1, 40))))
-    def test_whatever_is_done_the_limit_holds_and_the_count_is_right(
+    def test_any_sequence_of_calls_obeys_the_limit_and_counts_correctly(
         self, tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, int]]
     ) -> None:
         folder = tmp_path_factory.getbasetemp() / "accounts"
@@ -233,48 +235,46 @@ class TestEviction:
             else:
                 store.remove([key])
             stats = measure(store)
-            assert stats.used_bytes == bytes_in(folder) <= 100
-            assert stats.keys == len(files(folder))
+            assert stats.used_bytes == count_bytes(folder) <= 100
+            assert stats.keys == len(list_files(folder))
         store.close()
 
 
 class TestCrashes:
-    @pytest.mark.parametrize("moment", ["in the middle of the bytes", "before it has its name"])
-    def test_a_writer_killed_in_a_put_leaves_nothing_readable_and_nothing_behind(
-        self, folder: Path, moment: str
-    ) -> None:
+    @pytest.mark.parametrize("moment", ["in the middle of the write", "before the draft is published"])
+    def test_a_writer_that_is_killed_during_a_put_leaves_no_value_and_no_draft(self, folder: Path, moment: str) -> None:
         with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
             peer.begin(_put_and_die, "key", moment)
             assert peer.wait() == -signal.SIGKILL
-        assert len(files(folder)) == 1
+        assert len(list_files(folder)) == 1
         store = FileStore(folder, 100 * BLOCK)
         assert store.exists(["key"]) == [ABSENT]
         assert get(store, "key") is ABSENT
-        assert files(folder) == []
+        assert list_files(folder) == []
         assert measure(store).used_bytes == 0
         assert put(store, "key") == [OK]
         store.close()
 
-    def test_an_eviction_cleans_up_after_a_killed_writer(self, store: FileStore, folder: Path) -> None:
+    def test_an_eviction_removes_the_draft_of_a_killed_writer(self, store: FileStore, folder: Path) -> None:
         with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
-            peer.begin(_put_and_die, "key", "before it has its name")
+            peer.begin(_put_and_die, "key", "before the draft is published")
             peer.wait()
-        put(store, *numbered(100))
-        assert measure(store).used_bytes == bytes_in(folder)
-        assert all(path.name.endswith(".block") for path in files(folder))
+        put(store, *make_keys(100))
+        assert measure(store).used_bytes == count_bytes(folder)
+        assert all(path.name.endswith(".block") for path in list_files(folder))
 
     @pytest.mark.parametrize("change", ["put", "remove", "clear", "evict"])
-    def test_a_process_killed_in_the_middle_of_a_change_leaves_no_wrong_count(
+    def test_the_count_is_correct_after_a_process_was_killed_during_a_change(
         self, store: FileStore, folder: Path, change: str
     ) -> None:
-        put(store, *numbered(100 if change == "evict" else 90))
+        put(store, *make_keys(100 if change == "evict" else 90))
         with Peer(partial(FileStore, folder, 100 * BLOCK)) as peer:
             peer.begin(_change_and_die, change)
             assert peer.wait() == -signal.SIGKILL
-        assert measure(store).used_bytes == bytes_in(folder)
-        assert measure(store).keys == len(files(folder))
+        assert measure(store).used_bytes == count_bytes(folder)
+        assert measure(store).keys == len(list_files(folder))
 
-    def test_a_store_closed_while_it_puts_gives_back_what_was_reserved(
+    def test_a_store_that_is_closed_during_a_put_releases_the_reserved_bytes(
         self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         closing = FileStore(folder, 100 * BLOCK)
@@ -285,9 +285,9 @@ class TestCrashes:
 
         monkeypatch.setattr(os, "pwritev", close_first)
         assert put(closing, "key") == [FAILED]
-        assert measure(store).used_bytes == bytes_in(folder) == 0
+        assert measure(store).used_bytes == count_bytes(folder) == 0
 
-    def test_whenever_a_writer_is_killed_every_readable_value_is_whole(self, folder: Path) -> None:
+    def test_every_readable_value_is_complete_after_a_writer_was_killed(self, folder: Path) -> None:
         nbytes = 1 << 20
         for death in range(3):
             with Peer(partial(FileStore, folder, 64 << 20)) as peer:
@@ -301,10 +301,10 @@ class TestCrashes:
             target = Memory(nbytes)
             assert store.get([name], [target.value]) == [OK]
             assert target.content == _content(name, nbytes)
-        assert measure(store).used_bytes == bytes_in(folder)
+        assert measure(store).used_bytes == count_bytes(folder)
         store.close()
 
-    def test_what_was_stored_before_the_machine_last_started_is_dropped(
+    def test_values_from_before_the_last_start_of_the_machine_are_dropped(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = FileStore(folder, 100 * BLOCK)
@@ -318,7 +318,7 @@ class TestCrashes:
         assert measure(after).used_bytes == 0
         after.close()
 
-    def test_a_process_of_another_machine_is_refused_while_one_has_the_folder_open(
+    def test_a_process_of_another_machine_is_refused_while_the_folder_is_open(
         self, store: FileStore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         put(store, "key")
@@ -336,16 +336,16 @@ class TestTheFolder:
         put(store, "key")
         store.close()
         assert list((folder / "writers").iterdir()) == []
-        assert len(files(folder)) == 1
+        assert len(list_files(folder)) == 1
 
-    def test_a_value_lies_under_a_name_that_people_can_read(self, store: FileStore, folder: Path) -> None:
+    def test_the_file_of_a_value_has_the_name_of_its_key(self, store: FileStore, folder: Path) -> None:
         put(store, "kv1-abc-def")
-        assert [path.name for path in files(folder)] == ["kv1-abc-def.block"]
+        assert [path.name for path in list_files(folder)] == ["kv1-abc-def.block"]
 
-    def test_others_may_not_read_it(self, store: FileStore, folder: Path) -> None:
+    def test_other_users_may_not_read_the_folder(self, store: FileStore, folder: Path) -> None:
         assert folder.stat().st_mode & 0o077 == 0
 
-    def test_a_folder_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
+    def test_the_error_names_a_folder_that_cannot_be_created(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(PoolUnavailable, match=f"folder {tmp_path}/file/pool cannot be used as a store: Not a dir"):
             FileStore(tmp_path / "file" / "pool", BLOCK)
@@ -358,7 +358,7 @@ class TestTheFolder:
             FileStore(folder, BLOCK)
 
     @pytest.mark.parametrize("mode", [0o1777, 0o770, 0o702])
-    def test_a_folder_that_others_may_write_to_is_refused_and_left_as_it_is(self, folder: Path, mode: int) -> None:
+    def test_a_folder_that_others_may_write_to_is_refused_and_not_changed(self, folder: Path, mode: int) -> None:
         folder.mkdir()
         folder.chmod(mode)
         with pytest.raises(
@@ -369,13 +369,13 @@ class TestTheFolder:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
     @pytest.mark.parametrize("part", ["ledger", "blocks", "writers"])
-    def test_a_folder_in_which_another_user_made_a_part_is_refused(self, folder: Path, part: str) -> None:
+    def test_a_folder_with_a_part_of_another_user_is_refused(self, folder: Path, part: str) -> None:
         FileStore(folder, BLOCK).close()
         os.chown(folder / part, 12345, 12345)
         with pytest.raises(PoolUnavailable, match=f"the folder has a part, {part}, that belongs to user 12345"):
             FileStore(folder, BLOCK)
 
-    def test_whatever_the_umask_others_may_write_to_no_part_of_it(self, folder: Path) -> None:
+    def test_other_users_have_no_access_even_without_a_umask(self, folder: Path) -> None:
         before = os.umask(0)
         try:
             store = FileStore(folder, 100 * BLOCK)
@@ -388,9 +388,7 @@ class TestTheFolder:
     @pytest.mark.parametrize(
         "contents", [["blocks/2024/photos.tar", "writers/alice/novel"], ["blocks/2024/photos.tar", "ledger"]]
     )
-    def test_a_folder_that_holds_other_things_is_refused_and_left_as_it_is(
-        self, folder: Path, contents: list[str]
-    ) -> None:
+    def test_a_folder_with_foreign_files_is_refused_and_not_changed(self, folder: Path, contents: list[str]) -> None:
         for name in contents:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("somebody's own" * 100)
@@ -400,21 +398,21 @@ class TestTheFolder:
             FileStore(folder, BLOCK)
         assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == contents
 
-    def test_an_opener_killed_before_it_had_made_the_whole_folder_does_no_harm(self, folder: Path) -> None:
+    def test_a_folder_that_a_killed_process_created_partly_can_be_opened(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "ledger").touch()
         store = FileStore(folder, 100 * BLOCK)
         assert put(store, "key") == [OK]
         store.close()
 
-    def test_whoever_opens_a_new_folder_at_the_same_moment_is_let_in(self, folder: Path) -> None:
+    def test_several_threads_may_open_a_new_folder_at_the_same_time(self, folder: Path) -> None:
         for number in range(20):
             with ThreadPoolExecutor(4) as threads:
                 opened = threads.map(lambda _, path=folder / str(number): FileStore(path, BLOCK), range(4))
             for store in opened:
                 store.close()
 
-    def test_what_somebody_put_among_the_blocks_is_never_dropped(
+    def test_a_foreign_file_among_the_blocks_is_never_deleted(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         FileStore(folder, BLOCK).close()
@@ -439,17 +437,15 @@ class TestTheFolder:
             FileStore(folder, 100 * BLOCK)
         assert (os.listdir("/proc/self/fd"), os.listdir(folder / "writers")) == before
 
-    def test_in_a_forked_child_it_is_closed_and_its_lock_ends_with_the_parent(
-        self, store: FileStore, folder: Path
-    ) -> None:
-        def say() -> str:
+    def test_a_forked_child_has_a_closed_store_and_no_lock_of_it(self, store: FileStore, folder: Path) -> None:
+        def report() -> str:
             locked = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
             return f"{put(store, 'key')} {store.health().ok} {any('writers' in path for path in locked)}"
 
-        assert in_forked_child(say) == "[<Status.FAILED: 'failed'>] False False"
+        assert in_forked_child(report) == "[<Status.FAILED: 'failed'>] False False"
         assert put(store, "key") == [OK]
 
-    def test_a_stray_file_among_its_folders_keeps_nobody_out(self, store: FileStore, folder: Path) -> None:
+    def test_a_foreign_file_among_the_folders_prevents_no_opening(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
         (folder / "blocks" / "README").touch()
         (folder / "writers" / "README").touch()
@@ -458,9 +454,7 @@ class TestTheFolder:
         assert measure(another).keys == 1
         another.close()
 
-    def test_a_folder_removed_by_somebody_is_a_miss_and_a_failure_never_an_error(
-        self, store: FileStore, folder: Path
-    ) -> None:
+    def test_calls_do_not_raise_after_the_folder_was_deleted(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
         shutil.rmtree(folder)
         assert store.exists(["key"]) == [ABSENT]
@@ -469,35 +463,33 @@ class TestTheFolder:
         assert not store.health().ok
 
     @pytest.mark.parametrize("part", [".", "blocks", "writers"])
-    def test_a_folder_removed_by_somebody_is_made_anew_by_the_next_put(
-        self, store: FileStore, folder: Path, part: str
-    ) -> None:
+    def test_the_next_put_creates_a_deleted_folder_again(self, store: FileStore, folder: Path, part: str) -> None:
         put(store, "before")
         shutil.rmtree(folder / part)
         descriptors = len(os.listdir("/proc/self/fd"))
         assert put(store, "one", "two") == [OK, OK]
         assert len(os.listdir("/proc/self/fd")) == descriptors
         assert store.health().ok
-        assert measure(store).used_bytes == bytes_in(folder) == (3000 if part == "writers" else 2000)
+        assert measure(store).used_bytes == count_bytes(folder) == (3000 if part == "writers" else 2000)
         assert len(list((folder / "writers").iterdir())) == 1
 
-    def test_a_folder_that_another_process_made_anew_is_shared_with_it(self, store: FileStore, folder: Path) -> None:
+    def test_a_folder_that_another_store_created_again_is_shared_with_it(self, store: FileStore, folder: Path) -> None:
         shutil.rmtree(folder)
         another = FileStore(folder, 100 * BLOCK)
         with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(lambda key: put(store, key), numbered(20))) == [[OK]] * 20
-        assert another.exists(numbered(20)) == [OK] * 20
-        assert measure(another).used_bytes == bytes_in(folder)
+            assert list(threads.map(lambda key: put(store, key), make_keys(20))) == [[OK]] * 20
+        assert another.exists(make_keys(20)) == [OK] * 20
+        assert measure(another).used_bytes == count_bytes(folder)
         another.close()
 
-    def test_a_closed_store_makes_no_folder_anew(self, store: FileStore, folder: Path) -> None:
+    def test_a_closed_store_does_not_create_the_folder_again(self, store: FileStore, folder: Path) -> None:
         shutil.rmtree(folder)
         store.close()
         assert put(store, "key") == [FAILED]
         assert not folder.exists()
 
-    @pytest.mark.parametrize("harm", [os.unlink, lambda ledger: os.truncate(ledger, 7)], ids=["removed", "cut short"])
-    def test_without_its_ledger_it_only_reads(
+    @pytest.mark.parametrize("harm", [os.unlink, lambda ledger: os.truncate(ledger, 7)], ids=["removed", "truncated"])
+    def test_a_store_without_its_ledger_only_reads(
         self, store: FileStore, folder: Path, harm: Callable[[Path], None]
     ) -> None:
         put(store, "key")
@@ -506,20 +498,20 @@ class TestTheFolder:
         assert not store.health().ok
         assert get(store, "key") is OK
 
-    def test_a_ledger_cut_short_is_made_good_when_it_is_opened_anew(self, store: FileStore, folder: Path) -> None:
+    def test_a_truncated_ledger_is_repaired_at_the_next_opening(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
         os.truncate(folder / "ledger", 7)
-        anew = FileStore(folder, 100 * BLOCK)
-        assert put(anew, "other") == [OK]
-        assert measure(anew).used_bytes == bytes_in(folder)
-        anew.close()
+        reopened = FileStore(folder, 100 * BLOCK)
+        assert put(reopened, "other") == [OK]
+        assert measure(reopened).used_bytes == count_bytes(folder)
+        reopened.close()
 
-    def test_a_value_cut_short_by_somebody_is_absent(self, store: FileStore, folder: Path) -> None:
+    def test_a_truncated_value_is_absent(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
-        os.truncate(files(folder)[0], BLOCK - 1)
+        os.truncate(list_files(folder)[0], BLOCK - 1)
         assert get(store, "key") is ABSENT
 
-    def test_a_filesystem_that_moves_few_bytes_a_call_is_asked_again(
+    def test_reads_and_writes_that_transfer_only_a_part_are_continued(
         self, store: FileStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         preadv, pwritev = os.preadv, os.pwritev
@@ -531,7 +523,7 @@ class TestTheFolder:
         assert target.content == source.content
 
     @pytest.mark.parametrize("error", [28, 5], ids=["no space left", "input/output error"])
-    def test_a_disk_that_refuses_is_a_failure_and_leaves_nothing(
+    def test_a_failed_write_is_a_failure_and_leaves_no_file(
         self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch, error: int
     ) -> None:
         def refuse(*_: object) -> int:
@@ -539,7 +531,7 @@ class TestTheFolder:
 
         monkeypatch.setattr(os, "pwritev", refuse)
         assert put(store, "key") == [FAILED]
-        assert files(folder) == []
+        assert list_files(folder) == []
         assert measure(store).used_bytes == 0
 
 
@@ -550,22 +542,22 @@ def test_a_capacity_is_positive(folder: Path, capacity: int) -> None:
 
 
 def _content(key: str, nbytes: int) -> bytes:
-    """Bytes that only this key's value has, to the end."""
+    """Return bytes that only the value of this key has."""
     return (key.encode().ljust(16, b".") * (nbytes // 16 + 1))[:nbytes]
 
 
-def _folders_looked_at(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by every folder of values whose contents are asked for."""
-    looked_at: list[str] = []
+def _record_listed_folders(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each folder of values is added when it is listed."""
+    listed: list[str] = []
     scandir = os.scandir
 
-    def noting(path: Any) -> object:
+    def scan_and_record(path: Any) -> object:
         if not isinstance(path, int) and Path(path).parent == blocks:
-            looked_at.append(os.fspath(path))
+            listed.append(os.fspath(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", noting)
-    return looked_at
+    monkeypatch.setattr(os, "scandir", scan_and_record)
+    return listed
 
 
 def _has_more(folder: Path, pattern: str, count: int) -> bool:
@@ -582,7 +574,7 @@ def _put_for_ever(store: StorageBackend, prefix: str, nbytes: int) -> None:
 
 
 def _put_and_die(store: FileStore, key: str, moment: str) -> None:
-    """Put, and be killed by a signal at the given moment: what only luck would hit from outside."""
+    """Put a value and kill this process at the given moment, which a signal from outside would rarely hit."""
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -592,7 +584,7 @@ def _put_and_die(store: FileStore, key: str, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("not reached")
 
-    if moment == "in the middle of the bytes":
+    if moment == "in the middle of the write":
         os.pwritev = write_half_and_die  # type: ignore[assignment]
     else:
         file_ledger.Ledger.publish_draft = die  # type: ignore[method-assign, assignment]
@@ -600,7 +592,7 @@ def _put_and_die(store: FileStore, key: str, moment: str) -> None:
 
 
 def _change_and_die(store: FileStore, change: str) -> None:
-    """Be killed by a signal when a change was made and is not entered yet."""
+    """Change the store and kill this process before it writes the change to the ledger."""
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -615,19 +607,19 @@ def _change_and_die(store: FileStore, change: str) -> None:
 
 
 class TestSize:
-    def test_who_names_another_size_is_refused_while_somebody_has_it_open(self, store: FileStore, folder: Path) -> None:
-        assert put(store, *numbered(40)) == [OK] * 40
+    def test_another_size_is_refused_while_the_folder_is_open(self, store: FileStore, folder: Path) -> None:
+        assert put(store, *make_keys(40)) == [OK] * 40
         for size in (2 * BLOCK, 1000 * BLOCK):
             with pytest.raises(PoolUnavailable, match=f"with a size of {100 * BLOCK} bytes, .* requests {size}"):
                 FileStore(folder, size)
         assert measure(store).keys == 40
         FileStore(folder, 100 * BLOCK).close()
 
-    def test_who_names_none_takes_the_size_that_it_has(self, store: FileStore, folder: Path) -> None:
-        put(store, *numbered(40))
+    def test_a_store_without_a_size_takes_the_recorded_size(self, store: FileStore, folder: Path) -> None:
+        put(store, *make_keys(40))
         tool = FileStore(folder, None)
         assert measure(tool).capacity_bytes == 100 * BLOCK
-        assert put(tool, *numbered(10, 50)) == [OK] * 10
+        assert put(tool, *make_keys(10, 50)) == [OK] * 10
         assert measure(store).keys == 50
         tool.close()
         store.close()
@@ -635,26 +627,26 @@ class TestSize:
         with contextlib.closing(FileStore(folder, None)) as later:
             assert measure(later).capacity_bytes == 100 * BLOCK
 
-    def test_it_changes_where_nobody_else_has_it_open(self, store: FileStore, folder: Path) -> None:
-        put(store, *numbered(40))
+    def test_the_size_changes_if_the_folder_is_not_open_elsewhere(self, store: FileStore, folder: Path) -> None:
+        put(store, *make_keys(40))
         store.close()
         with contextlib.closing(FileStore(folder, 20 * BLOCK)) as smaller:
             assert put(smaller, "one more") == [OK]
             assert measure(smaller).keys <= 20
         assert file_ledger.find_size(folder, None) == 20 * BLOCK
-        assert file_ledger.find_size(folder, 30 * BLOCK) == 30 * BLOCK, "as it would be opened"
+        assert file_ledger.find_size(folder, 30 * BLOCK) == 30 * BLOCK, "the next opening would use this size"
 
-    def test_a_killed_process_holds_no_size(self, folder: Path) -> None:
+    def test_the_size_may_change_after_the_last_process_was_killed(self, folder: Path) -> None:
         with Peer(partial(FileStore, folder, 100 * BLOCK)), pytest.raises(PoolUnavailable, match="the same size"):
             FileStore(folder, 20 * BLOCK)
         FileStore(folder, 20 * BLOCK).close()
 
-    def test_a_new_folder_for_which_none_is_named_has_the_usual_one(self, folder: Path) -> None:
+    def test_a_new_folder_without_a_size_has_the_default_size(self, folder: Path) -> None:
         assert file_ledger.find_size(folder, None) == file_ledger.DEFAULT_BYTES
         with contextlib.closing(FileStore(folder, None)) as opened:
             assert measure(opened).capacity_bytes == file_ledger.DEFAULT_BYTES
 
-    def test_a_folder_of_before_there_was_a_recorded_size_takes_the_first_that_is_named(self, folder: Path) -> None:
+    def test_a_folder_without_a_recorded_size_takes_the_next_size(self, folder: Path) -> None:
         FileStore(folder, BLOCK).close()
         with (folder / "ledger").open("r+b") as ledger:
             ledger.seek(54)
@@ -662,7 +654,7 @@ class TestSize:
         FileStore(folder, 20 * BLOCK).close()
         assert file_ledger.find_size(folder, None) == 20 * BLOCK
 
-    def test_a_folder_that_was_deleted_is_made_with_the_size_that_it_had(self, store: FileStore, folder: Path) -> None:
+    def test_a_deleted_folder_is_created_again_with_its_size(self, store: FileStore, folder: Path) -> None:
         tool = FileStore(folder, None)
         shutil.rmtree(folder)
         assert put(tool, "a") == put(store, "b") == [OK]

@@ -22,7 +22,7 @@ def get(store: MemoryStore, key: str, nbytes: int = 10) -> Status:
     return store.get([key], [target.value])[0]
 
 
-def test_the_least_recently_used_is_evicted() -> None:
+def test_the_least_recently_used_key_is_evicted() -> None:
     store = MemoryStore(30)
     put(store, "a", "b", "c")
     assert get(store, "a") is OK
@@ -30,7 +30,7 @@ def test_the_least_recently_used_is_evicted() -> None:
     assert store.exists(["a", "b", "c", "d"]) == [OK, ABSENT, OK, OK]
 
 
-def test_asking_whether_a_key_is_there_does_not_use_it() -> None:
+def test_a_lookup_does_not_count_as_a_use() -> None:
     store = MemoryStore(30)
     put(store, "a", "b", "c")
     store.exists(["a"])
@@ -53,7 +53,7 @@ def test_a_value_as_large_as_the_store_fits() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("pgr"), st.sampled_from("abcdefgh"), st.integers(1, 40))))
-def test_whatever_is_done_the_limit_holds_and_the_count_is_right(steps: list[tuple[str, str, int]]) -> None:
+def test_any_sequence_of_calls_obeys_the_limit_and_counts_correctly(steps: list[tuple[str, str, int]]) -> None:
     store, sizes = MemoryStore(100), dict[str, int]()
     for action, key, nbytes in steps:
         if action == "p":
@@ -81,7 +81,7 @@ def test_a_store_may_be_as_small_as_one_byte() -> None:
     assert store.exists(["a", "b"]) == [ABSENT, OK]
 
 
-def test_a_closed_store_holds_nothing_and_clears_nothing() -> None:
+def test_a_closed_store_is_empty_and_clears_nothing() -> None:
     store = MemoryStore(30)
     put(store, "a")
     store.close()

@@ -1,4 +1,4 @@
-"""Whoever finds that the folder's last owner died waits until Mooncake has noticed; nobody else waits."""
+"""An owner waits for the master only if the last owner of the folder ended a short time ago."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore_backend.stores.ssd_folder import SsdFolder
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long was waited for the death of owners to be noticed, each time."""
+    """The seconds of each wait until the master notices the end of an owner."""
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     return waited
@@ -26,14 +26,14 @@ def list_marks(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def test_a_folder_that_nobody_has_used_is_taken_at_once(tmp_path: Path, waits: list[float]) -> None:
+def test_an_unused_folder_is_opened_without_a_wait(tmp_path: Path, waits: list[float]) -> None:
     folder = SsdFolder(str(tmp_path))
     assert len(list_marks(tmp_path)) == 1
     folder.remove_mark()
     assert (list_marks(tmp_path), waits) == ([], [])
 
 
-def test_a_folder_whose_owner_was_killed_is_taken_when_that_is_known(tmp_path: Path, waits: list[float]) -> None:
+def test_the_next_owner_waits_after_an_owner_was_killed(tmp_path: Path, waits: list[float]) -> None:
     program = f"import os; from kvstore_backend.stores.ssd_folder import SsdFolder; SsdFolder({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", f"{program}; os._exit(9)"], check=False)
     (mark,) = list_marks(tmp_path)
@@ -46,30 +46,28 @@ def test_a_folder_whose_owner_was_killed_is_taken_when_that_is_known(tmp_path: P
 
 
 @pytest.mark.parametrize(("age", "wait"), [(0, 12.0), (9, 3.0), (60, None)])
-def test_a_folder_that_was_left_in_order_is_taken_so_long_after_that(
+def test_the_next_owner_waits_for_a_fixed_time_after_an_owner_left(
     tmp_path: Path, waits: list[float], age: int, wait: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SsdFolder(str(tmp_path)).leave()
     (mark,) = list_marks(tmp_path)
     now = time.monotonic() + age
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that somebody set says nothing
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # the wall clock is not used
     SsdFolder(str(tmp_path)).remove_mark()
     assert waits == ([] if wait is None else [pytest.approx(wait, abs=1.0)])
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("text", ["left", "left another-start-of-the-machine 1.0", "left {boot} soon", "", "x y z"])
-def test_a_mark_that_does_not_say_when_its_owner_left_is_one_of_just_now(
-    tmp_path: Path, waits: list[float], text: str
-) -> None:
+def test_a_mark_without_a_valid_time_causes_the_full_wait(tmp_path: Path, waits: list[float], text: str) -> None:
     boot_id = BOOT_ID_FILE.read_text().strip()
     (tmp_path / "kvstore-owner-x").write_text(text.format(boot=boot_id))
     SsdFolder(str(tmp_path)).remove_mark()
     assert waits == [12.0]
 
 
-def test_two_that_live_use_one_folder(tmp_path: Path, waits: list[float]) -> None:
+def test_two_live_owners_use_one_folder_without_a_wait(tmp_path: Path, waits: list[float]) -> None:
     first, second = SsdFolder(str(tmp_path)), SsdFolder(str(tmp_path))
     assert len(list_marks(tmp_path)) == 2
     first.remove_mark()
@@ -77,7 +75,9 @@ def test_two_that_live_use_one_folder(tmp_path: Path, waits: list[float]) -> Non
     assert waits == []
 
 
-def test_a_folder_that_cannot_be_written_is_left_to_mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_raises_nothing_and_an_empty_path_is_the_default_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     SsdFolder(str(tmp_path / "nowhere")).leave()
     monkeypatch.setattr(ssd_folder, "DEFAULT_FOLDER", str(tmp_path))
     folder = SsdFolder("")

@@ -1,4 +1,4 @@
-"""Mooncake's own offloading, with a real master and a real owner of a folder: every block gets there."""
+"""Mooncake's own offload to an SSD folder, with a real master and a real owner."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OWNER_ENVIRON = {
 }
 
 
-def test_blocks_are_written_to_the_ssd_however_few_come_at_a_time(tmp_path: Path) -> None:
+def test_a_few_blocks_are_written_to_the_ssd(tmp_path: Path) -> None:
     folder = tmp_path / "ssd"
     folder.mkdir()
     with mooncake_master(tmp_path / "master.log", "--enable_offload=true") as master:
         config = master.config(enable_ssd_offload=True, ssd_offload_path=str(folder))
         with Peer(partial(_open_owner, config)) as owner:
-            for count in (3, 2):  # the second come when an owner with a bucket begun would forget the first
+            for count in (3, 2):  # with larger buckets, the owner would never write the first blocks
                 blocks = [secrets.token_bytes(4096) for _ in range(count)]
                 for block in blocks:
                     assert owner.put(f"block-{secrets.token_hex(8)}", block) is Status.OK
