@@ -1,4 +1,4 @@
-"""The body of a request: parsed once, extended without changing a byte that the client wrote."""
+"""The body of a request: the router parses it once and extends it without changing a byte of the client."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _space = st.sampled_from(["", " ", "\n", "\t ", "\r\n"])
 
 
 @st.composite
-def _written_objects(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, str]]]:
-    """An object as some client might write it, and its members as they were written; names may repeat."""
+def _draw_object(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, str]]]:
+    """Draw the bytes of an object that a client might write, and the text of each member; names may repeat."""
     members = []
     for name in draw(st.lists(_names, max_size=6)):
         value = draw(_json_values if name != "request_id" else st.text("abc-é"))
         ascii_only = draw(st.booleans())
-        written = f"{json.dumps(name, ensure_ascii=ascii_only)}{draw(_space)}:{draw(_space)}"
-        written += json.dumps(value, ensure_ascii=ascii_only, indent=draw(st.sampled_from([None, 2])))
-        members.append((name, written))
+        member = f"{json.dumps(name, ensure_ascii=ascii_only)}{draw(_space)}:{draw(_space)}"
+        member += json.dumps(value, ensure_ascii=ascii_only, indent=draw(st.sampled_from([None, 2])))
+        members.append((name, member))
     separator = f"{draw(_space)},{draw(_space)}"
     text = draw(_space) + "{" + draw(_space) + separator.join(w for _, w in members) + draw(_space) + "}" + draw(_space)
     return text.encode("utf-8", "surrogatepass"), members
 
 
-@given(_written_objects())
-def test_splicing_sets_the_added_members_once_and_keeps_every_byte_of_the_others_at_its_place(
-    written: tuple[bytes, list[tuple[str, str]]],
+@given(_draw_object())
+def test_splicing_sets_the_added_members_once_and_does_not_move_a_byte_of_the_others(
+    data_and_members: tuple[bytes, list[tuple[str, str]]],
 ) -> None:
-    data, members = written
+    data, members = data_and_members
     spliced = splice(parse_inference(data), ENCODED)
     pairs = json.loads(spliced.decode("utf-8", "surrogatepass"), object_pairs_hook=list)
     assert [[name for name, _ in pairs].count(name) for name in ADDED] == [1, 1]
@@ -110,12 +110,12 @@ def test_escapes_cost_no_memory_beyond_copies_of_the_body(escape: bytes) -> None
         r'"\ud83d"',
     ],
 )
-def test_odd_ways_to_write_a_value_survive(value: str) -> None:
+def test_unusual_notations_of_a_value_are_not_changed(value: str) -> None:
     data = f'{{"odd": {value}}}'.encode()
     assert splice(parse_inference(data), ENCODED).startswith(f'{{"odd": {value},'.encode())
 
 
-def test_a_name_written_with_escapes_is_the_same_name() -> None:
+def test_a_name_with_escapes_is_the_same_name() -> None:
     data = rb'{"request\u005fid": "theirs", "a": 1.0}'
     spliced = splice(parse_inference(data), {"request_id": encode_member("request_id", "ours")})
     assert spliced.replace(b" ", b"") == b'{"a":1.0,"request_id":"ours"}'
@@ -126,7 +126,7 @@ def test_an_empty_object_is_extended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
@@ -140,8 +140,8 @@ def test_an_empty_object_is_extended() -> None:
         (b"null", "a JSON null"),
     ],
 )
-def test_a_body_that_is_no_object_is_refused_in_one_sentence(data: bytes, said: str) -> None:
-    with pytest.raises(BadBody, match=said):
+def test_a_body_that_is_no_object_is_refused_in_one_sentence(data: bytes, message: str) -> None:
+    with pytest.raises(BadBody, match=message):
         parse_object(data)
 
 
@@ -150,14 +150,14 @@ def test_a_body_that_is_no_object_is_refused_in_one_sentence(data: bytes, said: 
     [
         (b'{"a": 1,}', "line 1 column"),
         (b'{\n"a": 1\n"b": 2}', r"line 3 column 1 \(char 9\)"),
-        (b'{"a": NaN, "b": }', r"line 1 column 17 \(char 16\)"),  # NaN is let pass
+        (b'{"a": NaN, "b": }', r"line 1 column 17 \(char 16\)"),  # NaN is allowed
         ('{"ä": }'.encode(), r"line 1 column 7 \(char 6\)"),
         (b'{"a":\n "\xff"}', r"it is not UTF-8: line 2 byte 3 \(byte 8\) is 0xff"),
         (b"", "line 1 column 1"),
         (b'{"a":' + b"[" * 100_000, "line 1 column"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(data: bytes, where: str) -> None:
+def test_a_syntax_error_is_reported_with_its_position(data: bytes, where: str) -> None:
     with pytest.raises(BadBody, match=where):
         parse_object(data)
 
@@ -186,16 +186,16 @@ def test_a_request_id_that_is_no_printable_string_is_refused(value: bytes) -> No
         ([10], None),
     ],
 )
-def test_a_whole_number_is_read_as_engines_read_it(value: Any, number: int | None) -> None:
+def test_a_whole_number_is_parsed_like_in_engines(value: Any, number: int | None) -> None:
     assert whole_number(value) == number
 
 
 @pytest.mark.parametrize("n", [b"2", b"2.0", b'"2"'])
-def test_choices_are_counted_however_their_number_is_written(n: bytes) -> None:
+def test_choices_are_counted_in_every_notation_of_their_number(n: bytes) -> None:
     assert parse_inference(b'{"n": %s}' % n).choices == 2
 
 
-def test_an_absurd_number_of_choices_is_not_believed() -> None:
+def test_the_number_of_choices_has_an_upper_limit() -> None:
     assert parse_inference(b'{"n": 1000000000000}').choices < 10_000
 
 
@@ -215,11 +215,11 @@ def test_choices_count_the_prompts_of_a_list(name: bytes, prompts: bytes, count:
 @pytest.mark.parametrize(
     "body", [b'{"prompt": ["a", "b"], "prompt_token_ids": [1]}', b'{"prompt": "a", "prompt_token_ids": [[1], [2]]}']
 )
-def test_choices_are_as_many_as_any_engine_makes_of_two_names_for_prompts(body: bytes) -> None:
+def test_choices_are_the_most_that_an_engine_makes_of_two_names_for_prompts(body: bytes) -> None:
     assert parse_inference(body).choices == 2
 
 
-def test_prompt_tokens_are_exact_where_the_client_sent_token_ids() -> None:
+def test_prompt_tokens_are_exact_if_the_client_sends_token_ids() -> None:
     assert parse_inference(b'{"prompt_token_ids": [1, 2, 3]}').prompt_tokens == 3
 
 
@@ -230,7 +230,7 @@ def test_prompt_tokens_count_the_whole_conversation() -> None:
 
 
 @pytest.mark.parametrize("unit", [b"[[]],", b'{"a":[1]},', b'"a, word",'])
-def test_a_long_body_is_spliced_in_time_that_goes_by_its_bytes(unit: bytes) -> None:
+def test_splicing_a_body_of_more_values_takes_no_more_instructions(unit: bytes) -> None:
     def count(units: int) -> int:
         body = parse_inference(b'{"request_id":"theirs","messages":[%s7]}' % (unit * units))
         return count_instructions(lambda: splice(body, ENCODED))
@@ -239,7 +239,7 @@ def test_a_long_body_is_spliced_in_time_that_goes_by_its_bytes(unit: bytes) -> N
 
 
 @pytest.mark.parametrize("names", [b'"k%d":1', b'"request_id":"r%d"'])
-def test_a_body_with_members_without_end_is_refused(names: bytes) -> None:
+def test_a_body_with_too_many_members_is_refused(names: bytes) -> None:
     data = b"{%s}" % b",".join(names % number for number in range(1001))
     with pytest.raises(BadBody, match="the body has 1001 members; at most 1000 are allowed"):
         splice(parse_inference(data), ENCODED)
@@ -247,7 +247,7 @@ def test_a_body_with_members_without_end_is_refused(names: bytes) -> None:
     assert json.loads(splice(parse_inference(whole), ENCODED)) == {**json.loads(whole), **ADDED}
 
 
-def test_a_wrong_request_id_is_not_told_in_full() -> None:
+def test_the_error_about_an_invalid_request_id_is_short() -> None:
     with pytest.raises(BadBody) as refused:
         parse_inference(b'{"request_id":[%s]}' % b",".join([b"1"] * 1000))
     assert len(str(refused.value)) < 200
@@ -284,7 +284,7 @@ LONG = b'"input":"' + b"x" * 20_000 + b'"'
         (b"\xff", ""),
     ],
 )
-def test_the_model_is_found_in_a_body_that_is_not_read_otherwise(data: bytes, model: str) -> None:
+def test_the_model_is_found_in_a_body_that_is_not_parsed(data: bytes, model: str) -> None:
     assert find_model(data) == model
 
 
@@ -296,7 +296,7 @@ def test_the_model_is_found_in_a_body_that_is_not_read_otherwise(data: bytes, mo
         (FORM.replace(b"whisper", b"w"), FORM),
     ],
 )
-def test_a_model_is_renamed_in_a_body_that_is_not_read_otherwise(data: bytes, renamed: bytes) -> None:
+def test_a_model_is_renamed_in_a_body_that_is_not_parsed(data: bytes, renamed: bytes) -> None:
     changed = rename_model(data, "whisper")
     assert find_model(changed) == "whisper"
     if data.startswith(b"{"):
@@ -334,7 +334,7 @@ def test_the_smallest_media_are_found_at_any_place_in_a_body() -> None:
 
 def test_text_that_looks_like_media_is_counted() -> None:
     for text in ('";base64," is how it begins: ', "data:text/plain;base64, " + "and so on " * 30, '"data": '):
-        data = json.dumps({"data": "a word of it " * 1000, "prompt": text * 1000}).encode()
+        data = json.dumps({"data": "some of the text " * 1000, "prompt": text * 1000}).encode()
         assert estimate_tokens(data) == len(data) // 4
 
 
@@ -350,7 +350,7 @@ def test_many_media_in_a_large_body_are_counted_by_samples() -> None:
     assert estimate_tokens(data) == pytest.approx(500 * 4000 // 4, rel=0.2)
 
 
-def test_what_a_large_body_costs_does_not_go_by_its_members_or_marks() -> None:
+def test_the_cost_of_a_large_body_does_not_depend_on_its_members_or_markers() -> None:
     for unit in (b'"data":"",', b'";base64,",', b'"",', b'\\"', b"word "):
         small, large = (b'{"prompt":["' + unit * (size // len(unit)) + b'"]}' for size in (300_000, 6_000_000))
         assert count_instructions(partial(estimate_tokens, large)) < 1.2 * count_instructions(
@@ -358,8 +358,8 @@ def test_what_a_large_body_costs_does_not_go_by_its_members_or_marks() -> None:
         )
 
 
-def test_a_body_of_nothing_but_marks_of_media_is_estimated_in_few_steps() -> None:
-    """Each mark costs Python code, and a client can put one into every six bytes."""
+def test_a_body_of_media_markers_only_is_estimated_in_few_instructions() -> None:
+    """Each marker costs Python code, and a client can put one into every six bytes."""
     body = b'{"messages": ["data"' + b'"data"' * 16_000 + b"]}"
     assert count_instructions(lambda: estimate_tokens(body)) < 300_000
     assert estimate_tokens(body) > len(body) // 5

@@ -1,4 +1,4 @@
-"""Pages of other origins: header by header, and a real one in Chromium."""
+"""CORS: the headers for pages of other origins, and a real page in Chromium."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def keys(tmp_path: Path) -> str:
     return str(path)
 
 
-def cors_headers(response: httpx.Response) -> dict[str, str]:
-    """The headers of a response that are for a browser."""
+def get_cors_headers(response: httpx.Response) -> dict[str, str]:
+    """Return the headers of a response that are for a browser."""
     return {name: value for name, value in response.headers.items() if name == "vary" or "access-control" in name}
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/v1/models/m", "/v1/abort_requests", "/v1//chat/completions"])
-def test_a_preflight_is_answered_before_anybody_says_who_they_are(
+def test_a_preflight_is_answered_without_an_api_key(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: str, path: str
 ) -> None:
     instance = stand_in()
     router = make_router(instance, cors_allowed_origins=(PAGE,), api_keys_file=keys)
     answer = router.client.options(path, headers={"origin": PAGE, **PREFLIGHT})
     assert (answer.status_code, answer.content) == (204, b"")
-    assert cors_headers(answer) == {
+    assert get_cors_headers(answer) == {
         **ALLOWED,
         "access-control-allow-methods": "GET, HEAD, POST, PUT, PATCH, DELETE",
         "access-control-allow-headers": "authorization,content-type,x-stainless-os",
@@ -67,7 +67,7 @@ def test_a_preflight_of_another_origin_is_refused_with_the_setting(make_router: 
     answer = router.client.options(path, headers={"origin": OTHER, **PREFLIGHT})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
     assert f"'{OTHER}'" in answer.json()["error"]["message"]
-    assert cors_headers(answer) == {"vary": "Origin"}
+    assert get_cors_headers(answer) == {"vary": "Origin"}
 
 
 def test_preflights_and_requests_in_one_connection_are_answered_in_their_order(
@@ -93,7 +93,7 @@ def test_preflights_and_requests_in_one_connection_are_answered_in_their_order(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_of_instances_may_be_read_by_allowed_pages_only(
+def test_only_allowed_pages_may_read_responses_of_instances(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
 ) -> None:
     behave = streams("one") if stream else answers()
@@ -103,11 +103,11 @@ def test_answers_of_instances_may_be_read_by_allowed_pages_only(
         headers = {"origin": origin} if origin else {}
         found[origin] = router.client.post(CHAT, json={"stream": stream}, headers=headers)
         assert found[origin].status_code == 200
-    assert cors_headers(found[PAGE]) == ALLOWED
-    assert cors_headers(found[OTHER]) == cors_headers(found[""]) == {"vary": "Origin"}
+    assert get_cors_headers(found[PAGE]) == ALLOWED
+    assert get_cors_headers(found[OTHER]) == get_cors_headers(found[""]) == {"vary": "Origin"}
 
 
-def test_a_star_allows_every_page_and_nothing_differs_by_origin(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_star_allows_every_page_without_a_vary_header(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in(), cors_allowed_origins=("*",))
     for path, method in ((CHAT, "POST"), ("/v1/models", "GET")):
         for origin in (PAGE, "null"):
@@ -128,40 +128,40 @@ def test_a_star_allows_every_page_and_nothing_differs_by_origin(make_router: Mak
         ("POST", "/v1//chat/completions", b"{}", 404),
     ],
 )
-def test_errors_may_be_read_too(
+def test_allowed_pages_may_read_errors(
     make_router: MakeRouter, keys: str, method: str, path: str, body: bytes, status: int
 ) -> None:
     router = make_router(cors_allowed_origins=(PAGE,), api_keys_file=keys, max_body_bytes=1000)
     answer = router.client.request(method, path, content=body, headers={"origin": PAGE})
-    assert (answer.status_code, cors_headers(answer)) == (status, ALLOWED)
+    assert (answer.status_code, get_cors_headers(answer)) == (status, ALLOWED)
 
 
-def test_a_request_without_an_instance_and_one_that_is_no_json_may_be_read(make_router: MakeRouter) -> None:
+def test_allowed_pages_may_read_the_errors_no_instance_and_invalid_json(make_router: MakeRouter) -> None:
     router = make_router(cors_allowed_origins=(PAGE,))
     for body, status in ((b"{}", 503), (b"[", 400)):
         answer = router.client.post(CHAT, content=body, headers={"origin": PAGE, "x-request-id": "r"})
-        assert (answer.status_code, cors_headers(answer), answer.headers["x-request-id"]) == (status, ALLOWED, "r")
+        assert (answer.status_code, get_cors_headers(answer), answer.headers["x-request-id"]) == (status, ALLOWED, "r")
 
 
 @pytest.mark.parametrize("path", ["/register", "/registered", "/admin/drain", "/health", "/metrics", "/openapi.json"])
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
-def test_what_is_not_for_clients_is_for_no_page(make_router: MakeRouter, method: str, path: str) -> None:
+def test_paths_that_are_not_for_clients_allow_no_page(make_router: MakeRouter, method: str, path: str) -> None:
     router = make_router(cors_allowed_origins=("*",))
     answer = router.client.request(method, path, headers={"origin": PAGE, **PREFLIGHT})
-    assert cors_headers(answer) == {}
+    assert get_cors_headers(answer) == {}
     assert method != "OPTIONS" or answer.status_code == 405
 
 
-def test_without_the_setting_nothing_is_allowed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_without_the_setting_no_page_is_allowed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in())
-    asked = {"origin": PAGE, **PREFLIGHT}
-    assert router.client.options("/v1/models", headers=asked).status_code == 405
-    for answer in (router.client.options("/v1/models", headers=asked), router.client.post(CHAT, headers=asked)):
-        assert cors_headers(answer) == {}
+    headers = {"origin": PAGE, **PREFLIGHT}
+    assert router.client.options("/v1/models", headers=headers).status_code == 405
+    for answer in (router.client.options("/v1/models", headers=headers), router.client.post(CHAT, headers=headers)):
+        assert get_cors_headers(answer) == {}
 
 
 @pytest.mark.parametrize("settings", [{}, {"cors_allowed_origins": (PAGE,)}])
-def test_what_an_instance_would_allow_does_not_count(
+def test_the_cors_headers_of_an_instance_are_removed(
     make_router: MakeRouter, stand_in: MakeStandIn, settings: dict[str, Any]
 ) -> None:
     allows = [("Access-Control-Allow-Origin", "*"), ("Access-Control-Allow-Credentials", "true")]
@@ -182,7 +182,7 @@ def test_what_an_instance_would_allow_does_not_count(
         ("app://local", "app://local"),
     ],
 )
-def test_an_origin_is_compared_as_browsers_write_it(setting: str, origin: str) -> None:
+def test_an_origin_is_compared_in_the_notation_of_browsers(setting: str, origin: str) -> None:
     assert Cors([setting]).answer_headers([(b"origin", origin.encode())])[0][1] == origin.encode()
 
 
@@ -203,8 +203,8 @@ return {right: await ask("sk-alice"), wrong: await ask("sk-mallory")};
 """
 
 
-def spki_digest(certfile: Path) -> str:
-    """The name by which Chromium lets one trust a certificate that no authority vouches for."""
+def compute_spki_digest(certfile: Path) -> str:
+    """Return the digest by which Chromium can trust a self-signed certificate."""
     command = (
         f"openssl x509 -in {certfile} -noout -pubkey | openssl pkey -pubin -outform der"
         " | openssl dgst -sha256 -binary | openssl base64"
@@ -212,16 +212,16 @@ def spki_digest(certfile: Path) -> str:
     return subprocess.run(command, shell=True, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_a_page_in_chromium_reads_a_stream_to_its_end_and_a_refusal(
+def test_a_page_in_chromium_reads_a_whole_stream_and_an_error(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: str, tmp_path: Path
 ) -> None:
-    made = make_certificate(tmp_path)
-    files = {"ssl_certfile": str(made.certfile), "ssl_keyfile": str(made.keyfile), "api_keys_file": keys}
+    cert = make_certificate(tmp_path)
+    files = {"ssl_certfile": str(cert.certfile), "ssl_keyfile": str(cert.keyfile), "api_keys_file": keys}
     instance = stand_in("mixed", streams("one", "two", "three"))
     with open_page() as page:
         router = make_router(cors_allowed_origins=(page.origin,), **files)
         router.client.post("/register", json=instance.registration())
-        trust = f"--ignore-certificate-errors-spki-list={spki_digest(made.certfile)}"
+        trust = f"--ignore-certificate-errors-spki-list={compute_spki_digest(cert.certfile)}"
         found = page.run(SCRIPT % json.dumps(router.url + CHAT), tmp_path, trust)
     right, wrong = found["right"], found["wrong"]
     assert (right["status"], right["id"]) == (200, "mine")
@@ -232,7 +232,7 @@ def test_a_page_in_chromium_reads_a_stream_to_its_end_and_a_refusal(
 
 
 @pytest.mark.parametrize("origins", [(), (OTHER,)])
-def test_a_page_in_chromium_that_is_not_allowed_learns_nothing(
+def test_a_page_in_chromium_that_is_not_allowed_reads_no_response(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, origins: tuple[str, ...]
 ) -> None:
     instance = stand_in()

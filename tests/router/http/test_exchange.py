@@ -1,4 +1,4 @@
-"""Connections to instances: reuse, staleness, framing, back-pressure, and failing from outside."""
+"""Connections to instances: reuse, stale connections, framing, back-pressure, and ``Exchange.fail``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.waiting import wait_until
 
 
 class Client:
-    """An ``ConnectionPool`` in the test's loop."""
+    """A ``ConnectionPool`` in the test's event loop."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.thread = thread
@@ -50,7 +50,7 @@ class Client:
         return self.thread.run(main())
 
     def post(self, instance: StandIn, body: bytes = b"{}", method: str = "POST") -> Response:
-        """One whole exchange over the pool."""
+        """Do one whole exchange over the pool."""
 
         async def post(upstream: ConnectionPool) -> Response:
             exchange = upstream.exchange(Address("127.0.0.1", instance.port), method, b"/x", [], body)
@@ -69,8 +69,8 @@ def client(thread: LoopThread) -> Client:
     return Client(thread)
 
 
-def raw(*pieces: bytes, then_close: bool = False) -> Behaviour:
-    """Send these bytes as they are."""
+def send_raw(*pieces: bytes, then_close: bool = False) -> Behaviour:
+    """Return a behaviour that sends these bytes unchanged."""
 
     async def behave(request: Received, respond: Responder) -> None:
         for piece in pieces:
@@ -81,32 +81,32 @@ def raw(*pieces: bytes, then_close: bool = False) -> Behaviour:
     return behave
 
 
-def test_a_connection_is_used_again(client: Client, stand_in: MakeStandIn) -> None:
+def test_a_connection_is_reused(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     for _ in range(5):
         assert client.post(instance).status == 200
     assert instance.connections == 1
 
 
-def test_exchanges_at_the_same_time_use_connections_of_their_own(client: Client, stand_in: MakeStandIn) -> None:
-    together = asyncio.Event()
+def test_concurrent_exchanges_use_separate_connections(client: Client, stand_in: MakeStandIn) -> None:
+    both_received = asyncio.Event()
 
-    async def waits_for_the_other(request: Received, respond: Responder) -> None:
+    async def wait_for_both(request: Received, respond: Responder) -> None:
         if len(instance.received) == 2:
-            together.set()
-        await together.wait()
+            both_received.set()
+        await both_received.wait()
         await respond.answer(200, request.body)
 
-    instance = stand_in("mixed", waits_for_the_other)
+    instance = stand_in("mixed", wait_for_both)
 
-    async def both(upstream: ConnectionPool) -> list[bytes]:
+    async def exchange_two(upstream: ConnectionPool) -> list[bytes]:
         async def one(body: bytes) -> bytes:
             exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], body)
             return await ResponseReader(exchange).read(1 << 20)
 
         return list(await asyncio.gather(one(b"a"), one(b"b")))
 
-    assert client.run(both) == [b"a", b"b"]
+    assert client.run(exchange_two) == [b"a", b"b"]
     assert instance.connections == 2
 
 
@@ -128,7 +128,7 @@ def test_a_connection_idle_for_long_is_not_used(
     assert instance.connections == 2
 
 
-def test_idle_connections_are_closed_though_nobody_asks_for_one_again(
+def test_idle_connections_are_closed_without_a_further_exchange(
     client: Client, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.http.pool.IDLE_SECONDS", 0.05)
@@ -137,7 +137,7 @@ def test_idle_connections_are_closed_though_nobody_asks_for_one_again(
         wait_until(lambda: repr(client.upstream) == "<ConnectionPool 0 connections, 0 idle>", "the connection's end")
 
 
-def test_a_pooled_connection_lost_without_a_byte_is_told_apart(client: Client, stand_in: MakeStandIn) -> None:
+def test_a_pooled_connection_lost_without_a_byte_has_its_own_error(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     client.post(instance)
 
@@ -152,16 +152,16 @@ def test_a_pooled_connection_lost_without_a_byte_is_told_apart(client: Client, s
     assert not isinstance(second.value, StaleConnection)
 
 
-def test_an_answer_with_connection_close_ends_the_connection(client: Client, stand_in: MakeStandIn) -> None:
+def test_a_response_with_connection_close_ends_the_connection(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", answers(200, b"x", ("connection", "close")))
     for _ in range(2):
         assert client.post(instance).body == b"x"
     assert instance.connections == 2
 
 
-def test_bytes_after_the_answer_end_the_connection(client: Client, stand_in: MakeStandIn) -> None:
+def test_bytes_after_the_response_end_the_connection(client: Client, stand_in: MakeStandIn) -> None:
     reply = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx"
-    instance = stand_in("mixed", raw(reply + b"HTTP/1.1 200 OK\r\n"))
+    instance = stand_in("mixed", send_raw(reply + b"HTTP/1.1 200 OK\r\n"))
     for _ in range(2):
         assert client.post(instance).body == b"x"
     assert instance.connections == 2
@@ -186,24 +186,24 @@ def test_bytes_after_the_answer_end_the_connection(client: Client, stand_in: Mak
         pytest.param([b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"], b"", id="empty"),
     ],
 )
-def test_every_framing_is_understood(client: Client, stand_in: MakeStandIn, pieces: list[bytes], body: bytes) -> None:
-    instance = stand_in("mixed", raw(*pieces))
+def test_every_framing_is_parsed(client: Client, stand_in: MakeStandIn, pieces: list[bytes], body: bytes) -> None:
+    instance = stand_in("mixed", send_raw(*pieces))
     assert [client.post(instance).body for _ in range(2)] == [body, body]
     assert instance.connections == 1
 
 
 def test_a_body_without_a_length_ends_with_the_connection(client: Client, stand_in: MakeStandIn) -> None:
-    instance = stand_in("mixed", raw(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", then_close=True))
+    instance = stand_in("mixed", send_raw(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", then_close=True))
     assert client.post(instance).body == b"hello"
 
 
-def test_an_answer_to_head_has_no_body(client: Client, stand_in: MakeStandIn) -> None:
-    instance = stand_in("mixed", raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"))
+def test_a_response_to_head_has_no_body(client: Client, stand_in: MakeStandIn) -> None:
+    instance = stand_in("mixed", send_raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"))
     answer = client.post(instance, b"", method="HEAD")
     assert (answer.status, dict(answer.headers)[b"content-length"], answer.body) == (200, b"5", b"")
 
 
-def test_header_names_are_lower_case_and_repeated_ones_kept(client: Client, stand_in: MakeStandIn) -> None:
+def test_header_names_are_lower_case_and_may_repeat(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", answers(200, b"", ("X-A", "1"), ("X-A", "2")))
     assert [h for h in client.post(instance).headers if h[0] == b"x-a"] == [(b"x-a", b"1"), (b"x-a", b"2")]
 
@@ -212,14 +212,14 @@ def test_header_names_are_lower_case_and_repeated_ones_kept(client: Client, stan
     ("reply", "error", "reason"),
     [
         pytest.param(b"", ConnectionLost, "", id="nothing"),
-        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-", ConnectionLost, "", id="half a head"),
-        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel", ConnectionLost, "", id="half a body"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-", ConnectionLost, "", id="a part of a head"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel", ConnectionLost, "", id="a part of a body"),
         pytest.param(
             b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n", ConnectionLost, "", id="no last chunk"
         ),
         pytest.param(b"HTTP/1.1 200 OK\r\nx: " + 300_000 * b"y", BadResponse, "bytes without", id="an endless header"),
         pytest.param(
-            b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000, BadResponse, "bytes without", id="endless steps on the way"
+            b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000, BadResponse, "bytes without", id="endless interim responses"
         ),
         *(
             pytest.param(
@@ -252,10 +252,10 @@ def test_header_names_are_lower_case_and_repeated_ones_kept(client: Client, stan
         ),
     ],
 )
-def test_what_is_no_whole_response_is_an_error(
+def test_an_incomplete_or_invalid_response_is_an_error(
     client: Client, stand_in: MakeStandIn, reply: bytes, error: type[UpstreamError], reason: str
 ) -> None:
-    instance = stand_in("mixed", raw(reply, then_close=True))
+    instance = stand_in("mixed", send_raw(reply, then_close=True))
     with pytest.raises(error, match=f"127.0.0.1:{instance.port}.*{reason}"):
         client.post(instance)
 
@@ -279,20 +279,20 @@ def test_a_connection_that_ends_before_the_request_is_sent_is_an_error(
         client.run(fetch)
 
 
-def test_nobody_listening_is_told_apart(client: Client, stand_in: MakeStandIn, thread: LoopThread) -> None:
+def test_a_port_without_a_listener_has_its_own_error(client: Client, stand_in: MakeStandIn, thread: LoopThread) -> None:
     with pytest.raises(ConnectFailed, match="Connection refused"):
         client.post(StandIn("mixed", thread, port=free_port()))
 
 
-def test_a_body_nobody_takes_stops_being_read(client: Client, stand_in: MakeStandIn) -> None:
+def test_the_exchange_stops_reading_a_body_that_is_not_consumed(client: Client, stand_in: MakeStandIn) -> None:
     total = 64 * HIGH_WATER
 
-    async def sends_much(request: Received, respond: Responder) -> None:
+    async def send_much(request: Received, respond: Responder) -> None:
         await respond.raw(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
         for _ in range(64):
             await respond.raw(b"x" * HIGH_WATER)
 
-    instance = stand_in("mixed", sends_much)
+    instance = stand_in("mixed", send_much)
 
     async def take_late(upstream: ConnectionPool) -> tuple[str, int]:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
@@ -301,8 +301,8 @@ def test_a_body_nobody_takes_stops_being_read(client: Client, stand_in: MakeStan
         while reader._size <= HIGH_WATER:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        held = reader._size
-        return repr(held <= 2 * HIGH_WATER), len(await reader.read(total))
+        buffered = reader._size
+        return repr(buffered <= 2 * HIGH_WATER), len(await reader.read(total))
 
     assert client.run(take_late) == ("True", total)
 
@@ -312,8 +312,8 @@ class _Stop(Exception):
 
 
 @pytest.mark.parametrize("when", ["before the head", "in the body"])
-def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stand_in: MakeStandIn, when: str) -> None:
-    async def begins(request: Received, respond: Responder) -> None:
+def test_fail_wakes_the_reader_and_closes_the_connection(client: Client, stand_in: MakeStandIn, when: str) -> None:
+    async def begin_response(request: Received, respond: Responder) -> None:
         if when == "in the body":
             await respond.start_stream()
         await respond.peer_left.wait()
@@ -321,7 +321,7 @@ def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stan
         respond.keep_alive = False
 
     left = asyncio.Event()
-    instance = stand_in("mixed", begins)
+    instance = stand_in("mixed", begin_response)
 
     async def use(upstream: ConnectionPool) -> None:
         exchange = upstream.exchange(Address("127.0.0.1", instance.port), "POST", b"/x", [], b"")
@@ -338,7 +338,7 @@ def test_fail_wakes_whoever_waits_and_closes_the_connection(client: Client, stan
 
 
 class Pieces:
-    """A receiver that notes what it gets, and pauses the exchange after each piece."""
+    """A receiver that records each piece of the response, and pauses the exchange after it."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -378,7 +378,7 @@ def test_a_receiver_that_pauses_gets_nothing_more_until_it_resumes(client: Clien
     assert [is_end for _, is_end in got] == [False] * (len(got) - 1) + [True]
 
 
-def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeStandIn) -> None:
+def test_fail_wakes_a_reader_while_its_exchange_connects(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in()
 
     async def use(upstream: ConnectionPool) -> None:
@@ -390,7 +390,7 @@ def test_fail_wakes_whoever_is_still_connecting(client: Client, stand_in: MakeSt
         client.run(use)
 
 
-def test_fetch_gives_up_after_its_time(client: Client, stand_in: MakeStandIn) -> None:
+def test_fetch_ends_after_its_time_out(client: Client, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", never_answers)
 
     async def fetch(upstream: ConnectionPool) -> Response:
@@ -414,14 +414,14 @@ def test_an_ipv6_address_is_written_with_brackets() -> None:
         (socket.gaierror(socket.EAI_NONAME, "unknown"), ConnectFailed),
     ],
 )
-def test_it_is_told_apart_why_no_connection_was_made(
+def test_each_cause_of_a_failed_connect_has_its_own_error(
     client: Client, monkeypatch: pytest.MonkeyPatch, failure: OSError, expected: type[UpstreamError]
 ) -> None:
     async def connect(upstream: ConnectionPool) -> None:
-        async def fails(*args: object, **kwargs: object) -> None:
+        async def fail(*args: object, **kwargs: object) -> None:
             raise failure
 
-        loop = SimpleNamespace(create_connection=fails)
+        loop = SimpleNamespace(create_connection=fail)
         monkeypatch.setattr("router.http.pool.asyncio.get_running_loop", lambda: loop)
         try:
             await upstream.connect(Address("127.0.0.1", 1))
@@ -433,7 +433,7 @@ def test_it_is_told_apart_why_no_connection_was_made(
     assert type(raised.value) is expected
 
 
-def test_only_so_many_addresses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_HOSTS", 3)
     upstream = ConnectionPool()
     for number in range(10):
@@ -441,7 +441,7 @@ def test_only_so_many_addresses_are_remembered(monkeypatch: pytest.MonkeyPatch) 
         assert len(upstream._hosts) <= 3
 
 
-def test_a_connection_of_its_own_is_not_used_again_even_if_the_instance_leaves_it_open(
+def test_the_connection_of_a_fetch_is_not_reused_even_if_the_instance_leaves_it_open(
     client: Client, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -460,7 +460,7 @@ def test_an_exchange_that_fails_before_it_connects_is_freed_without_the_garbage_
         exchange.fail(TimedOut("too late"))
         await asyncio.sleep(0.01)  # its task ends
 
-    gc.freeze()  # what is there already need not be looked through
+    gc.freeze()  # so that get_objects does not list older objects
     gc.disable()
     try:
         client.run(fail_at_once)

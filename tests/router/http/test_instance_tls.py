@@ -1,4 +1,4 @@
-"""Instances behind https addresses: everything that the router asks of them goes over TLS, to whom it trusts."""
+"""Instances with https addresses: the router sends all requests to them over TLS and verifies their certificates."""
 
 from __future__ import annotations
 
@@ -17,27 +17,25 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    """The instances' certificate, and its key."""
+def cert(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """Make the instances' certificate and its key."""
     return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture
-def make_trusting_router(make_router: MakeRouter, made: Certificate) -> MakeRouter:
-    """Starts routers that trust the instances' certificate."""
-    return lambda *instances, **settings: make_router(*instances, instance_ca_file=str(made.certfile), **settings)
+def make_trusting_router(make_router: MakeRouter, cert: Certificate) -> MakeRouter:
+    """Return a function that starts routers that trust the instances' certificate."""
+    return lambda *instances, **settings: make_router(*instances, instance_ca_file=str(cert.certfile), **settings)
 
 
-def trouble_of(router: RouterUnderTest) -> str:
-    """The trouble of the one instance that is listed."""
+def get_trouble(router: RouterUnderTest) -> str:
+    """Return the trouble of the only instance that is listed."""
     (entry,) = router.client.get("/registered").json()["mixed"]
     return str(entry["trouble"])
 
 
-def test_requests_are_served_over_connections_that_are_used_again(
-    make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate
-) -> None:
-    instance = stand_in("mixed", streams("one", "two"), made.serve())
+def test_requests_reuse_connections(make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate) -> None:
+    instance = stand_in("mixed", streams("one", "two"), cert.serve())
     router = make_trusting_router(instance)
     before = instance.connections
     for _ in range(3):
@@ -46,17 +44,17 @@ def test_requests_are_served_over_connections_that_are_used_again(
     assert instance.connections == before + 1
 
 
-def test_registered_shows_https_and_the_bare_host(
-    make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate
+def test_registered_has_an_https_url_and_a_host_without_a_scheme(
+    make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate
 ) -> None:
-    instance = stand_in(tls=made.serve())
+    instance = stand_in(tls=cert.serve())
     (entry,) = make_trusting_router(instance).client.get("/registered").json()["mixed"]
     assert (entry["url"], entry["host_ip"], entry["state"]) == (instance.url, "127.0.0.1", "healthy")
     assert instance.url.startswith("https://")
 
 
-def test_a_pair_is_told_bare_hosts(make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate) -> None:
-    prefill, decode = stand_in("prefill", tls=made.serve()), stand_in("decode", tls=made.serve())
+def test_a_pair_gets_plain_hosts(make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate) -> None:
+    prefill, decode = stand_in("prefill", tls=cert.serve()), stand_in("decode", tls=cert.serve())
     router = make_trusting_router(prefill, decode, splitwise=True)
     assert router.chat().status_code == 200
     info = decode.received[0].json["disaggregate_info"]
@@ -65,23 +63,23 @@ def test_a_pair_is_told_bare_hosts(make_trusting_router: MakeRouter, stand_in: M
 
 
 def test_large_bodies_pass_in_both_directions(
-    make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate
+    make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate
 ) -> None:
     async def echo(request: Received, respond: Responder) -> None:
         await respond.answer(200, request.body, ("content-type", "application/json"))
 
-    router = make_trusting_router(stand_in("mixed", echo, made.serve()))
+    router = make_trusting_router(stand_in("mixed", echo, cert.serve()))
     content = "x" * (8 << 20)
     answer = router.chat(messages=[{"role": "user", "content": content}])
     assert answer.json()["messages"][0]["content"] == content
 
 
-def test_aborts_and_figures_go_over_tls(
-    monkeypatch: pytest.MonkeyPatch, make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate
+def test_aborts_and_scraped_metrics_use_tls(
+    monkeypatch: pytest.MonkeyPatch, make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate
 ) -> None:
     monkeypatch.setattr(scrape, "WANTED_BY", frozenset({"random"}))
-    instance = stand_in("mixed", stalls("1"), made.serve())
-    figures = stand_in("mixed", answers(200, FASTDEPLOY), made.serve())
+    instance = stand_in("mixed", stalls("1"), cert.serve())
+    figures = stand_in("mixed", answers(200, FASTDEPLOY), cert.serve())
     router = make_trusting_router(policy="random", stats_interval_secs=0.05)
     instance.register(router.url, metrics_port=figures.port)
     (registered,) = router.app.registry
@@ -91,39 +89,39 @@ def test_aborts_and_figures_go_over_tls(
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
 
 
-def test_an_instance_that_dies_in_the_middle_ends_the_stream_with_an_error(
-    make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate
+def test_an_instance_that_fails_during_a_stream_ends_it_with_an_error(
+    make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate
 ) -> None:
-    async def dies(request: Received, respond: Responder) -> None:
+    async def die(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event("1")
         await asyncio.sleep(0.05)
         respond.cut()
 
-    router = make_trusting_router(stand_in("mixed", dies, made.serve()))
+    router = make_trusting_router(stand_in("mixed", die, cert.serve()))
     with router.stream() as response:
         first, error, done = b"".join(response.iter_raw()).decode().split("\n\n")[:3]
     assert (first, json.loads(error[6:])["error"]["code"], done) == ("data: 1", "mixed_failed", "data: [DONE]")
 
 
-def test_a_stale_connection_costs_no_request(
-    make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate
+def test_a_stale_connection_fails_no_request(
+    make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate
 ) -> None:
-    instance = stand_in(tls=made.serve())
+    instance = stand_in(tls=cert.serve())
     router = make_trusting_router(instance)
     for _ in range(3):
         assert router.chat().status_code == 200
         instance.cut_idle()
 
 
-def test_a_certificate_that_nobody_vouches_for_is_a_clear_refusal(
-    make_router: MakeRouter, stand_in: MakeStandIn, made: Certificate, caplog: pytest.LogCaptureFixture
+def test_a_self_signed_certificate_is_refused_with_one_sentence(
+    make_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    instance = stand_in(tls=made.serve())
+    instance = stand_in(tls=cert.serve())
     answer = instance.register(make_router().url)
-    said = f"cannot connect to {instance.url}: its certificate was rejected: self-signed certificate"
-    assert (answer.status_code, answer.json()["detail"]) == (400, f"instance {instance.key} is not healthy: {said}")
-    assert [line for line in caplog.messages if said in line]
+    message = f"cannot connect to {instance.url}: its certificate was rejected: self-signed certificate"
+    assert (answer.status_code, answer.json()["detail"]) == (400, f"instance {instance.key} is not healthy: {message}")
+    assert [line for line in caplog.messages if message in line]
 
 
 def test_a_certificate_of_another_host_is_not_accepted(
@@ -131,38 +129,38 @@ def test_a_certificate_of_another_host_is_not_accepted(
 ) -> None:
     other = make_certificate(tmp_path, "DNS:engine.example", "IP:10.0.0.1")
     answer = stand_in(tls=other.serve()).register(make_router(instance_ca_file=str(other.certfile)).url)
-    said = "its certificate was rejected: IP address mismatch, certificate is not valid for '127.0.0.1'"
-    assert answer.json()["detail"].endswith(said)
+    message = "its certificate was rejected: IP address mismatch, certificate is not valid for '127.0.0.1'"
+    assert answer.json()["detail"].endswith(message)
 
 
-def test_an_instance_that_speaks_no_tls_is_named_so(
+def test_the_error_says_that_an_instance_does_not_use_tls(
     make_trusting_router: MakeRouter, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    server = make_router()  # any HTTP server would do
+    server = make_router()  # a server without TLS
     answer = stand_in().register(make_trusting_router().url, host_ip="https://127.0.0.1", port=server.port)
     assert answer.json()["detail"].endswith("the server there does not use TLS; register it without https://")
 
 
-def test_a_listed_instance_shows_what_is_wrong_with_its_certificate(
-    make_router: MakeRouter, stand_in: MakeStandIn, made: Certificate, tmp_path: Path
+def test_the_list_of_instances_shows_the_error_of_a_certificate(
+    make_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate, tmp_path: Path
 ) -> None:
-    instance = stand_in(tls=made.serve())
+    instance = stand_in(tls=cert.serve())
     listed = tmp_path / "instances.yaml"
     listed.write_text(f"instances: [{{role: mixed, host_ip: 'https://127.0.0.1', port: {instance.port}}}]")
     router = make_router(register_path=str(listed), health_check_interval_secs=0.05)
-    said = f"cannot connect to {instance.url}: its certificate was rejected: self-signed certificate"
-    wait_until(lambda: trouble_of(router) == said, "the trouble")
-    assert said in router.chat().json()["error"]["message"]
+    message = f"cannot connect to {instance.url}: its certificate was rejected: self-signed certificate"
+    wait_until(lambda: get_trouble(router) == message, "the trouble")
+    assert message in router.chat().json()["error"]["message"]
 
 
-def test_an_instance_that_comes_back_with_tls_is_spoken_to_with_tls(
-    make_trusting_router: MakeRouter, stand_in: MakeStandIn, made: Certificate
+def test_requests_to_an_instance_that_restarts_with_tls_use_tls(
+    make_trusting_router: MakeRouter, stand_in: MakeStandIn, cert: Certificate
 ) -> None:
     instance = stand_in()
     router = make_trusting_router(instance)
     assert router.chat().status_code == 200
     instance.stop()
-    instance.tls = made.serve()
+    instance.tls = cert.serve()
     instance.start()
     assert instance.register(router.url).status_code == 200
     assert router.chat().status_code == 200

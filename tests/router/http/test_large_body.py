@@ -1,4 +1,4 @@
-"""Large bodies: looked through in pieces before they are parsed, refused where they are divided too finely."""
+"""Large bodies: the router scans them in pieces before it parses them, and refuses those with too many values."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ FINE_ENOUGH = {
 }
 
 
-def look_through(data: bytes) -> LargeBody:
+def scan(data: bytes) -> LargeBody:
     large = LargeBody(data)
     for _ in large.check_values():
         pass
     return large
 
 
-def parse_error(data: bytes) -> str:
-    """What the parser finds fault with."""
+def find_parse_error(data: bytes) -> str:
+    """Return the parser's error message without its position."""
     with pytest.raises(BadBody) as refused:
-        parse_inference(data, look_through(data))
+        parse_inference(data, scan(data))
     return str(refused.value).partition(": line")[0]
 
 
 @given(st.text('"\\\\é😀a,'))
-def test_hidden_escapes_are_shown_again_byte_for_byte(text: str) -> None:
+def test_hidden_escapes_are_restored_byte_for_byte(text: str) -> None:
     data = json.dumps({"a": text}).encode()
     hidden = hide_escapes(data)
     assert len(hidden) == len(data)
@@ -58,11 +58,11 @@ def test_hidden_escapes_are_shown_again_byte_for_byte(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["data:image/png;base64," + "QUJD" * 60_000, 'é中😀\n"\\' * 20_000])
-def test_many_long_texts_are_parsed_in_part(text: str) -> None:
+def test_only_a_part_of_many_long_texts_is_parsed(text: str) -> None:
     for is_ascii in (True, False):
         parts = [{"image_url": {"url": text}}] * 30
         data = json.dumps({"messages": [{"content": parts}], "request_id": "r", "n": 2}, ensure_ascii=is_ascii).encode()
-        large = look_through(data)
+        large = scan(data)
         assert len(large.shorten()) < SHORTENED_BYTES + 2 * PIECE_BYTES
         body = parse_inference(data, large)
         assert [len(message["content"]) for message in body.members["messages"]] == [30]
@@ -72,43 +72,43 @@ def test_many_long_texts_are_parsed_in_part(text: str) -> None:
 
 def test_long_blanks_are_not_parsed() -> None:
     data = b'{"n":1' + b" \n" * 4 * MEGABYTE + b',"request_id":"r"}'
-    large = look_through(data)
+    large = scan(data)
     assert len(large.shorten()) < SHORTENED_BYTES + 2 * PIECE_BYTES
     assert parse_inference(data, large).members == {"n": 1, "request_id": "r"}
-    assert parse_error(data.replace(b",", b"2,")) == parse_error(b'{"n":1 2,"request_id":"r"}')
+    assert find_parse_error(data.replace(b",", b"2,")) == find_parse_error(b'{"n":1 2,"request_id":"r"}')
 
 
 @pytest.mark.parametrize("unit", [b" ", b"\n", b'\\"', b"\\\\", b"word "])
-def test_what_is_left_out_of_a_member_to_be_blanked_is_not_copied(unit: bytes) -> None:
+def test_the_bytes_of_a_dropped_member_are_not_copied(unit: bytes) -> None:
     filler = unit * (8 * MEGABYTE // len(unit))
     data = b'{"n":1,"user":' + (filler + b'"x"' if unit.isspace() else b'"%s"' % filler) + b"}"
-    body = parse_inference(data, look_through(data))
+    body = parse_inference(data, scan(data))
     parts = splice_parts(body, {}, dropped=("user",))
     assert sum(len(part) for part in parts if isinstance(part, bytes)) < SHORTENED_BYTES + 2 * PIECE_BYTES
     assert len(b"".join(parts)) == len(data)
     assert json.loads(b"".join(parts)) == {"n": 1}
 
 
-def test_a_body_with_too_much_that_is_no_text_is_refused() -> None:
+def test_a_body_with_too_many_bytes_outside_texts_is_refused() -> None:
     with pytest.raises(BadBody, match="outside long texts and token ids; at most 6291456 are allowed"):
-        look_through(b'{"numbers":[' + (b"1" * 4000 + b",") * 2000 + b"1]}")
+        scan(b'{"numbers":[' + (b"1" * 4000 + b",") * 2000 + b"1]}")
 
 
 @pytest.mark.parametrize("name", TOO_FINE)
-def test_a_body_divided_too_finely_is_refused_in_one_sentence(name: str) -> None:
+def test_a_body_with_too_many_values_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(BadBody, match=r"^the body has too many values to be parsed in time; at most"):
-        look_through(TOO_FINE[name])
+        scan(TOO_FINE[name])
 
 
 @pytest.mark.parametrize("name", FINE_ENOUGH)
-def test_a_large_body_that_is_parsed_quickly_passes(name: str) -> None:
+def test_a_large_body_with_few_enough_values_is_parsed(name: str) -> None:
     data = FINE_ENOUGH[name]
-    large = look_through(data)
+    large = scan(data)
     assert parse_inference(data, large).members.keys() == json.loads(data).keys()
 
 
 @pytest.mark.parametrize("name", [*TOO_FINE, *FINE_ENOUGH])
-def test_others_have_their_turn_after_each_piece(name: str) -> None:
+def test_the_scan_of_a_large_body_yields_after_each_piece(name: str) -> None:
     data = (TOO_FINE | FINE_ENOUGH)[name]
     pieces = 0
     try:
@@ -119,11 +119,11 @@ def test_others_have_their_turn_after_each_piece(name: str) -> None:
     assert pieces >= len(data) / (PIECE_BYTES + 1024)
 
 
-def test_of_a_long_text_only_the_beginning_is_parsed() -> None:
+def test_only_the_beginning_of_a_long_text_is_parsed() -> None:
     text = 'é中😀\n"\\' * (MEGABYTE // 2)
     for is_ascii in (True, False):
         data = json.dumps({"prompt": text, "n": 2}, ensure_ascii=is_ascii).encode()
-        large = look_through(data)
+        large = scan(data)
         assert len(large.shorten()) < SHORTENED_BYTES + 2 * PIECE_BYTES
         body = parse_inference(data, large)
         assert body.choices == 2
@@ -131,8 +131,8 @@ def test_of_a_long_text_only_the_beginning_is_parsed() -> None:
         assert splice(body, {"x": b'"x":1'}) == data[:-1] + b',"x":1}'
 
 
-class Small:
-    """The same with pieces of a few bytes, so that small bodies are large."""
+class SmallPieces:
+    """Set pieces of a few bytes, so that small bodies count as large."""
 
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
@@ -149,7 +149,7 @@ ALPHABET = ("a", " ", '"', "\\", "\n", "é", "中", "😀", "{", "[", ",", '"req
 
 
 def make_members(seed: int) -> dict[str, Any]:
-    """Members with texts of all kinds, the same for the same seed."""
+    """Make members with various texts; the same seed makes the same members."""
     chance = random.Random(seed)
 
     def make_text() -> str:
@@ -168,14 +168,14 @@ def make_members(seed: int) -> dict[str, Any]:
 
 
 @given(st.integers(0, 1_000_000), st.booleans(), st.sampled_from([None, 2]))
-def test_a_shortened_body_is_spliced_as_the_whole_one(seed: int, is_ascii: bool, indent: int | None) -> None:
+def test_splicing_a_shortened_body_gives_the_same_bytes(seed: int, is_ascii: bool, indent: int | None) -> None:
     members = make_members(seed)
     try:
         data = json.dumps(members, ensure_ascii=is_ascii, indent=indent).encode()
     except UnicodeEncodeError:
         data = json.dumps(members, indent=indent).encode()
-    with Small():
-        large = look_through(data)
+    with SmallPieces():
+        large = scan(data)
         body = parse_inference(data, large)
         added = {name: encode_member(name, "ours") for name in ("request_id", "cache_salt")}
         assert splice(body, added) == splice(parse_inference(data), added)
@@ -187,9 +187,9 @@ def is_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, int) for each in value)
 
 
-def test_of_a_million_token_ids_only_some_are_parsed_at_once() -> None:
+def test_a_million_token_ids_are_shortened_and_still_parsed() -> None:
     data = FINE_ENOUGH["a million token ids"]
-    large = look_through(data)
+    large = scan(data)
     assert len(large.shorten()) < PIECE_BYTES
     body = parse_inference(data, large)
     assert (body.members["prompt_token_ids"], body.prompt_tokens) == (list(range(1_000_000)), 1_000_000)
@@ -198,14 +198,14 @@ def test_of_a_million_token_ids_only_some_are_parsed_at_once() -> None:
 @pytest.mark.parametrize(
     "prompt", [b"[1,2,%s3,]", b"[1,,2,%s3]", b'["a]",%s3]', b"[1,[2,%s3]]", b"[,%s3]", b"[%s3", b'[%s{"a":[]}]']
 )
-def test_what_is_no_list_of_numbers_is_left_to_the_parser(prompt: bytes) -> None:
+def test_a_prompt_that_is_no_list_of_numbers_is_not_shortened(prompt: bytes) -> None:
     data = b'{"prompt": %s}' % (prompt % (b"1234," * 50))
-    with Small():
-        large = look_through(data)
+    with SmallPieces():
+        large = scan(data)
         assert large.shorten() == data
 
 
-def test_a_large_body_arrives_as_it_was_written(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_large_body_arrives_with_only_its_request_id_moved(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     data = b'{"request_id":"r1" ,"messages":[{"role":"user","content":"' + b"w\\u00e9rd " * MEGABYTE + b'"}], "n":1.0}'
@@ -214,24 +214,24 @@ def test_a_large_body_arrives_as_it_was_written(make_router: MakeRouter, stand_i
     assert instance.received[0].body == expected
 
 
-def test_a_body_too_fine_is_a_400(make_router: MakeRouter) -> None:
+def test_a_body_with_too_many_values_is_answered_with_400(make_router: MakeRouter) -> None:
     client = make_router().client
     answer = client.post("/v1/completions", content=TOO_FINE["strings"])
     assert answer.status_code == 400
     assert "too many values" in answer.json()["error"]["message"]
 
 
-def test_the_control_plane_takes_smaller_bodies() -> None:
+def test_the_control_plane_has_a_lower_limit_for_bodies() -> None:
     with pytest.raises(BadBody, match="this path accepts at most 1048576"):
         parse_object(b'{"a":"' + b"x" * 9 * MEGABYTE + b'"}')
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_the_beginning_of_a_long_prompt_is_hashed_as_that_of_a_short_one(is_chat: bool) -> None:
+def test_the_first_chunks_of_a_long_prompt_have_the_hashes_of_a_short_one(is_chat: bool) -> None:
     def hash_chunks(text: str) -> list[int]:
         members = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
         data = json.dumps(members).encode()
-        body = parse_inference(data, look_through(data))
+        body = parse_inference(data, scan(data))
         return list(request_features(body.members, body.prompt_tokens).chunks)
 
     text = "".join(f"word {number} " for number in range(800_000))

@@ -1,4 +1,4 @@
-"""Whatever fails, and whenever its task is cancelled, an exchange leaves no connection and no task behind."""
+"""After a failure at any line, or a cancellation at any await, an exchange leaves no connection and no task behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import router.http
 from router.http import Address, ConnectionPool, ResponseReader, UpstreamError
 
 FILES = tuple(str(Path(router.http.__file__).parent / name) for name in ("exchange.py", "pool.py"))
-# asyncio does not close a socket where a protocol's constructor fails; and what closes a connection only does that.
+# asyncio does not close a socket if a protocol's constructor fails; the other functions begin or end a connection.
 EXCEPT = frozenset(
     {"__init__", "connection_made", "_set_options", "add_open", "abort", "close", "fail", "connection_lost", "connect"}
     | {"discard_open", "take_idle"}
@@ -24,19 +24,16 @@ EXCEPT = frozenset(
 
 
 class Injected(Exception):
-    """A mistake in the router's own code."""
+    """An error in the router's own code."""
 
 
 class RaiseAt:
-    """Raises ``Injected`` before the given line, counted over all that are executed in these files.
-
-    Not in functions that only set attributes, before or after a connection is there.
-    """
+    """Raises ``Injected`` before the given executed line of ``FILES``, except in the functions of ``EXCEPT``."""
 
     def __init__(self, number: int) -> None:
         """
         Args:
-            number: 0 raises nothing.
+            number: how many lines are executed before it raises; 0: it never raises.
         """
         self.left = number
         self.executed: list[tuple[str, int]] = []
@@ -132,10 +129,10 @@ async def _run(scenario: Scenario, disturb: Callable[[Coroutine[Any, Any, None]]
     instances = Instances()
     server = await asyncio.start_server(instances, "127.0.0.1", 0)
     pool = ConnectionPool()
-    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # it reports what was injected into callbacks
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # it gets the errors of callbacks
     try:
         await disturb(scenario(pool, Address("127.0.0.1", server.sockets[0].getsockname()[1])))
-        # Those that are left are free for others, and no more are open at the instance.
+        # The remaining connections are idle, and the instance has no others.
         await _wait_until(lambda: pool._open <= _list_idle(pool) and len(pool._open) == len(instances.open))
         pool.close()
         await _wait_until(lambda: not pool._open and not instances.open)
@@ -155,12 +152,12 @@ async def _wait_until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-# asyncio warns of what a mistake in a callback leaves to the collector.
+# asyncio warns about objects that an error in a callback leaves to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
-def test_a_mistake_before_any_line_leaves_nothing_open(scenario: Scenario) -> None:
+def test_an_error_before_any_line_leaves_no_connection_open(scenario: Scenario) -> None:
     executed = _run_with(scenario, RaiseAt(0)).executed
-    # Before each line where it is executed first, and where last.
+    # Raise before the first and before the last execution of each line.
     last = {line: number for number, line in enumerate(executed, 1)}
     first = {line: number for number, line in reversed(list(enumerate(executed, 1)))}
     numbers = {*first.values(), *last.values()}
@@ -179,7 +176,7 @@ def _run_with(scenario: Scenario, at: RaiseAt) -> RaiseAt:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
-def test_a_task_that_is_cancelled_at_any_await_leaves_nothing_open(scenario: Scenario) -> None:
+def test_a_cancellation_at_any_await_leaves_no_connection_open(scenario: Scenario) -> None:
     for turns in range(25):
 
         async def disturb(work: Coroutine[Any, Any, None], turns: int = turns) -> None:

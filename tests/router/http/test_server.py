@@ -1,4 +1,4 @@
-"""The server's face to clients, byte by byte over raw sockets. Instances are stand-ins."""
+"""The server for clients, over raw sockets. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ CHAT = "/v1/chat/completions"
 def request(
     body: bytes = b"{}", *headers: bytes, method: str = "POST", path: str = CHAT, version: str = "1.1"
 ) -> bytes:
-    """A request with its length."""
+    """Make a request with a content-length header."""
     head = [f"{method} {path} HTTP/{version}".encode(), b"host: x", *headers, b"content-length: %d" % len(body)]
     return b"\r\n".join([*head, b"", body])
 
 
 def head(*headers: bytes, path: str = CHAT) -> bytes:
-    """The head of a POST, without a body."""
+    """Make the head of a POST without a body."""
     return b"\r\n".join([f"POST {path} HTTP/1.1".encode(), b"host: x", *headers, b"", b""])
 
 
 class Client:
-    """A socket on the router, and what has come from it."""
+    """A socket to the router, and the bytes received from it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.unread = b""
 
     def send(self, data: bytes) -> None:
-        """Send, whether or not the other end listens any more."""
+        """Send, even if the router has closed the connection."""
         with contextlib.suppress(ConnectionError):
             self.sock.sendall(data)
 
     def answer(self, has_body: bool = True) -> tuple[int, dict[str, str], bytes]:
-        """The next answer: status, headers, body."""
+        """Read the next response: status, headers, body."""
         while b"\r\n\r\n" not in self.unread:
             assert self._receive(), f"the connection was closed after {self.unread!r}"
         start, _, self.unread = self.unread.partition(b"\r\n\r\n")
@@ -77,16 +77,16 @@ class Client:
         return int(status.split()[1]), headers, body
 
     def status(self) -> int:
-        """The status of the next answer."""
+        """Read the next response and return its status."""
         return self.answer()[0]
 
     def error(self) -> tuple[int, str]:
-        """Status and code of the next answer, which is an error."""
+        """Read the next response, which is an error, and return its status and code."""
         status, _, body = self.answer()
         return status, json.loads(body)["error"]["code"]
 
     def rest(self) -> bytes:
-        """All that still comes until the router closes the connection."""
+        """Read until the router closes the connection."""
         while self._receive():
             pass
         return self.unread
@@ -99,37 +99,37 @@ class Client:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[[RouterUnderTest], Client]]:
-    """Connects to a router: ``connect(router)``."""
-    with contextlib.ExitStack() as held:
+    """Return a function that connects a client to a router."""
+    with contextlib.ExitStack() as stack:
 
-        def to(router: RouterUnderTest) -> Client:
-            return Client(held.enter_context(socket.create_connection(("127.0.0.1", router.port), timeout=20)))
+        def connect_to(router: RouterUnderTest) -> Client:
+            return Client(stack.enter_context(socket.create_connection(("127.0.0.1", router.port), timeout=20)))
 
-        yield to
+        yield connect_to
 
 
 Connect = Callable[[RouterUnderTest], Client]
 
 
 @contextlib.contextmanager
-def small_client(router: RouterUnderTest) -> Iterator[Client]:
-    """A client whose system takes little of an answer before the client reads it."""
-    with contextlib.ExitStack() as held:
-        sock = held.enter_context(socket.socket())
+def connect_slow_reader(router: RouterUnderTest) -> Iterator[Client]:
+    """Connect a client with a small receive buffer."""
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.socket())
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(20)
         sock.connect(("127.0.0.1", router.port))
         if router.url.startswith("https"):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            sock = held.enter_context(context.wrap_socket(sock))
+            sock = stack.enter_context(context.wrap_socket(sock))
         yield Client(sock)
 
 
 @pytest.fixture
 def router(make_router: MakeRouter, stand_in: MakeStandIn) -> RouterUnderTest:
-    """A router that takes small bodies, before an instance that answers with the number it is asked for."""
-    return make_router(stand_in("mixed", echoes), max_body_bytes=LIMIT)
+    """Start a router that accepts only small bodies, with an instance that echoes each request's number."""
+    return make_router(stand_in("mixed", echo), max_body_bytes=LIMIT)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def keys(tmp_path: Path) -> str:
     return str(path)
 
 
-async def echoes(request: Received, respond: Responder) -> None:
+async def echo(request: Received, respond: Responder) -> None:
     """Answer with the request's ``number``, the first one last."""
     number = json.loads(request.body).get("number", 0) if request.body else 0
     await asyncio.sleep(0.05 if number == 1 else 0)
@@ -173,12 +173,12 @@ def test_a_client_that_leaves_ends_all_its_pipelined_requests(
     wait_until(lambda: instance.running == 1, "the first request")
     client.sock.close()
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-a_0"]}], "the abort")
-    wait_until(lambda: instance.running == 0, "the leg to end")
+    wait_until(lambda: instance.running == 0, "the end of the leg")
     assert len(instance.received) == 1
 
 
 @pytest.mark.parametrize("headers", [(), (b"connection: keep-alive",)])
-def test_a_client_of_http_1_0_gets_its_answer_and_the_connection_is_closed(
+def test_a_client_of_http_1_0_gets_its_response_and_the_connection_is_closed(
     router: RouterUnderTest, connect: Connect, headers: tuple[bytes, ...]
 ) -> None:
     client = connect(router)
@@ -204,7 +204,7 @@ def test_a_client_of_http_1_0_gets_a_stream_that_ends_with_the_connection(
     assert client.rest() == b"data: 1\n\ndata: 2\n\n"
 
 
-def test_who_expects_to_be_told_to_continue_is_told_to(router: RouterUnderTest, connect: Connect) -> None:
+def test_a_client_that_expects_100_continue_gets_it(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     client.send(head(b"expect: 100-continue", b"content-length: 13"))
     assert client.answer() == (100, {}, b"")
@@ -212,7 +212,7 @@ def test_who_expects_to_be_told_to_continue_is_told_to(router: RouterUnderTest, 
     assert client.answer()[2] == b"4"
 
 
-def test_who_expects_to_be_told_to_continue_behind_another_request_is_told_in_its_turn(
+def test_a_pipelined_request_gets_100_continue_after_the_response_to_the_first(
     router: RouterUnderTest, connect: Connect
 ) -> None:
     client = connect(router)
@@ -223,7 +223,7 @@ def test_who_expects_to_be_told_to_continue_behind_another_request_is_told_in_it
     assert client.answer()[2] == b"4"
 
 
-def test_who_expects_to_continue_without_its_key_is_refused_before_it_sends_its_body(
+def test_a_client_without_its_key_gets_401_instead_of_100_continue(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
@@ -233,7 +233,7 @@ def test_who_expects_to_continue_without_its_key_is_refused_before_it_sends_its_
     assert client.answer()[0] == 401
 
 
-def test_bodies_that_one_client_is_sending_are_limited(
+def test_the_unfinished_bodies_of_one_client_are_limited(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "keys").write_text("alice: sk-1\nbob: sk-2\n")
@@ -242,7 +242,7 @@ def test_bodies_that_one_client_is_sending_are_limited(
         stand_in(), api_keys_file=str(tmp_path / "keys"), max_concurrent_requests_per_key=1, max_body_bytes=5000
     )
 
-    held = router.app.proxy._held
+    buffered = router.app.proxy._held
 
     def begin(key: bytes) -> Client:
         """Send the first 800 bytes of a body, in two chunks."""
@@ -252,20 +252,20 @@ def test_bodies_that_one_client_is_sending_are_limited(
         return client
 
     first = begin(b"sk-1")
-    wait_until(lambda: held["alice"] == 800, "the bytes to arrive")
+    wait_until(lambda: buffered["alice"] == 800, "the bytes to arrive")
     assert begin(b"sk-1").error() == (429, "queue_full")
     for client in (first, begin(b"sk-2")):  # a single body may be larger than the limit
         client.send(b'%x\r\n%s\r\n2\r\n"}\r\n0\r\n\r\n' % (1200, b"x" * 1200))
         assert client.status() == 200
-    assert not +held
+    assert not +buffered
     leaving = begin(b"sk-1")
-    wait_until(lambda: held["alice"] == 800, "the bytes to arrive")
+    wait_until(lambda: buffered["alice"] == 800, "the bytes to arrive")
     leaving.sock.close()
-    wait_until(lambda: not +held, "the end of the connection")
+    wait_until(lambda: not +buffered, "the end of the connection")
 
 
-def test_what_the_control_plane_has_not_taken_of_a_body_pauses_the_reading() -> None:
-    """uvicorn resumes it as soon as the application takes the body."""
+def test_reading_pauses_while_the_control_plane_has_unread_bytes_of_a_body() -> None:
+    """uvicorn resumes reading as soon as the application reads the body."""
     paused: list[str] = []
     transport = SimpleNamespace(
         is_closing=lambda: False,
@@ -285,8 +285,8 @@ def test_what_the_control_plane_has_not_taken_of_a_body_pauses_the_reading() -> 
     assert paused == ["pause", "resume"]
 
 
-def test_a_body_is_parsed_in_the_same_step_as_its_head() -> None:
-    """In no later turn of the event loop, before which the work of other connections would come."""
+def test_a_body_is_parsed_in_the_same_turn_of_the_event_loop_as_its_head() -> None:
+    """The work of other connections would come before a later turn of the event loop."""
     sizes: list[int] = []
 
     def serve(request: ClientRequest) -> None:
@@ -316,14 +316,14 @@ def test_a_body_is_parsed_in_the_same_step_as_its_head() -> None:
         protocol = RouterProtocol(uvicorn.Config(app, interface="asgi3", log_config=None), ServerState(), {})
         protocol.connection_made(transport)
         protocol.data_received(request(b"{}") + request(bytes(LIMIT)) + request(bytes(LIMIT)))
-        assert sizes == [2, LIMIT]  # and what follows comes in a later turn
+        assert sizes == [2, LIMIT]  # the third request is parsed in a later turn
         await asyncio.sleep(0)
         assert sizes == [2, LIMIT, LIMIT]
 
     asyncio.run(receive())
 
 
-def test_who_expects_to_continue_with_too_much_is_refused_before_it_sends_it(
+def test_a_request_with_too_large_a_length_gets_413_instead_of_100_continue(
     router: RouterUnderTest, connect: Connect
 ) -> None:
     client = connect(router)
@@ -343,7 +343,7 @@ def test_a_chunked_body_with_trailers_arrives_without_them(
     assert not {"authorization", "x-late"} & set(dict(instance.received[0].headers))
 
 
-def test_the_answer_to_head_has_no_body(router: RouterUnderTest, connect: Connect) -> None:
+def test_the_response_to_head_has_no_body(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     client.send(request(b"", method="HEAD", path="/v1/responses/a"))
     assert client.answer(has_body=False)[0] == 200
@@ -355,14 +355,14 @@ def test_the_answer_to_head_has_no_body(router: RouterUnderTest, connect: Connec
 def test_an_upgrade_is_declined_and_the_request_served(
     router: RouterUnderTest, connect: Connect, upgrade: bytes
 ) -> None:
-    # Java's own client asks for HTTP/2 so, with its first request.
+    # The HTTP client of Java's standard library requests HTTP/2 like this in its first request.
     client = connect(router)
     asks = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: " + upgrade, b"http2-settings: AAEAAEAAAAIAAAAB")
     client.send(request(b'{"number": 6}', *asks) + request(b'{"number": 7}'))
     assert [client.answer()[2] for _ in range(2)] == [b"6", b"7"]
 
 
-def test_a_body_that_turns_unreadable_after_its_response_ends_the_connection(
+def test_an_invalid_chunk_after_the_response_ends_the_connection(
     router: RouterUnderTest, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(router)
@@ -375,7 +375,7 @@ def test_a_body_that_turns_unreadable_after_its_response_ends_the_connection(
 
 
 def is_reset(client: Client) -> bool:
-    """Whether the router has closed its end for reading, too."""
+    """Return whether the router has closed its side for reading, too."""
     try:
         client.sock.sendall(b"x")
     except ConnectionError:
@@ -384,13 +384,13 @@ def is_reset(client: Client) -> bool:
 
 
 @pytest.mark.parametrize("target", ["x:80", CHAT])
-def test_no_tunnel_is_opened(router: RouterUnderTest, connect: Connect, target: str) -> None:
+def test_connect_is_refused(router: RouterUnderTest, connect: Connect, target: str) -> None:
     client = connect(router)
     client.send(request(b"{}", method="CONNECT", path=target))
     assert client.error() == (405, "method_not_allowed")
 
 
-def test_a_control_request_that_asks_for_an_upgrade_keeps_its_body(router: RouterUnderTest, connect: Connect) -> None:
+def test_the_body_of_a_control_request_with_an_upgrade_is_read(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     asks = (b"connection: Upgrade", b"upgrade: h2c")
     client.send(request(b'{"req_ids": ["a"]}', *asks, path="/v1/abort_requests"))
@@ -414,14 +414,14 @@ def test_a_body_over_the_limit_is_refused_and_the_connection_closed(
 
 
 @pytest.mark.parametrize("path", [CHAT, "/health"])
-def test_a_target_may_name_the_host(router: RouterUnderTest, connect: Connect, path: str) -> None:
+def test_a_target_may_contain_the_host(router: RouterUnderTest, connect: Connect, path: str) -> None:
     client = connect(router)
     client.send(request(method="POST" if path == CHAT else "GET", path=f"http://router:8000{path}?a=b"))
     assert client.answer()[0] == 200
 
 
 @pytest.mark.parametrize("target", [f"{CHAT}/", f"{CHAT}/?a=b", f"{CHAT}%2F", f"{CHAT}#part", "http://a" + CHAT + "/"])
-def test_a_slash_after_a_path_or_a_fragment_changes_nothing(
+def test_a_trailing_slash_and_a_fragment_are_ignored(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, target: str
 ) -> None:
     instance = stand_in()
@@ -434,7 +434,7 @@ def test_a_slash_after_a_path_or_a_fragment_changes_nothing(
 
 
 @pytest.mark.parametrize("path", ["/v1/abort_requests/", "/v1/abort_requests#", "/v1/abort_requests?x", "/register/"])
-def test_an_odd_way_to_write_a_path_leads_to_the_same_guard(
+def test_an_unusual_form_of_a_path_needs_the_same_token(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, tmp_path: Path, path: str
 ) -> None:
     instance = stand_in()
@@ -454,7 +454,7 @@ def test_an_odd_way_to_write_a_path_leads_to_the_same_guard(
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_path_that_servers_read_differently_is_a_404(
+def test_a_path_that_servers_parse_differently_is_answered_with_404(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, path: str, method: str
 ) -> None:
     instance = stand_in()
@@ -468,7 +468,7 @@ def test_a_path_that_servers_read_differently_is_a_404(
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
-def test_an_instances_redirection_is_no_way_past_the_router(
+def test_an_instances_redirection_is_answered_with_502(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, status: int, path: str
 ) -> None:
     elsewhere = ("location", "http://10.0.0.1/v1/chat/completions")
@@ -485,7 +485,7 @@ def test_an_instances_redirection_is_no_way_past_the_router(
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_neither_instance_of_a_pair_can_redirect(make_router: MakeRouter, stand_in: MakeStandIn, role: str) -> None:
+def test_neither_instance_of_a_pair_may_redirect(make_router: MakeRouter, stand_in: MakeStandIn, role: str) -> None:
     redirects = answers(307, b"", ("location", "http://10.0.0.1/"))
     pair = [stand_in(each, redirects if each == role else None) for each in ("prefill", "decode")]
     response = make_router(*pair, splitwise=True).chat()
@@ -493,7 +493,7 @@ def test_neither_instance_of_a_pair_can_redirect(make_router: MakeRouter, stand_
 
 
 @pytest.mark.parametrize("status", [200, 201, 400, 404])
-def test_headers_that_would_lead_past_the_router_are_not_passed_on(
+def test_headers_that_name_other_addresses_are_not_forwarded(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, status: int
 ) -> None:
     names = ("location", "content-location", "refresh", "alt-svc")
@@ -505,13 +505,13 @@ def test_headers_that_would_lead_past_the_router_are_not_passed_on(
 
 
 @pytest.mark.parametrize("target", ["http://", "x:y", "v1/chat/completions", "http://a:b:c/v1"])
-def test_a_target_that_is_none_is_refused(router: RouterUnderTest, connect: Connect, target: str) -> None:
+def test_an_invalid_target_is_refused(router: RouterUnderTest, connect: Connect, target: str) -> None:
     client = connect(router)
     client.send(request(path=target))
     assert client.answer()[0] in (400, 404)
 
 
-def test_what_is_refused_unread_is_counted(router: RouterUnderTest, connect: Connect) -> None:
+def test_requests_that_are_refused_before_they_are_read_are_counted(router: RouterUnderTest, connect: Connect) -> None:
     for refused in (request(b" " * (LIMIT + 1)), b"nonsense\r\n\r\n"):
         client = connect(router)
         client.send(refused)
@@ -521,7 +521,7 @@ def test_what_is_refused_unread_is_counted(router: RouterUnderTest, connect: Con
     assert 'http_requests_total{endpoint="other",method="",status_code="400"} 1.0' in metrics
 
 
-def test_who_is_refused_while_it_still_sends_can_read_why(router: RouterUnderTest, connect: Connect) -> None:
+def test_a_client_that_is_refused_while_it_sends_can_read_the_error(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     client.send(request(b" " * (20 * LIMIT)))
     assert client.error() == (413, "body_too_large")
@@ -538,7 +538,7 @@ def test_who_is_refused_while_it_still_sends_can_read_why(router: RouterUnderTes
         pytest.param(head(b"transfer-encoding: chunked") + b"1;" + b"a" * 4 * HEAD_BYTES, id="a chunk's extension"),
     ],
 )
-def test_a_head_without_end_is_not_read_without_end(router: RouterUnderTest, connect: Connect, endless: bytes) -> None:
+def test_an_endless_head_is_refused(router: RouterUnderTest, connect: Connect, endless: bytes) -> None:
     client = connect(router)
     client.send(endless)
     assert client.error() == (431, "head_too_large")
@@ -557,13 +557,13 @@ def test_a_head_without_end_is_not_read_without_end(router: RouterUnderTest, con
         (503, "service_unavailable"),
     ],
 )
-def test_each_status_has_its_type(status: int, kind: str) -> None:
+def test_each_status_has_its_error_type(status: int, kind: str) -> None:
     assert json.loads(ApiError(status, "message", "code").body())["error"]["type"] == kind
 
 
 @pytest.mark.parametrize("end", [b"", b" HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["without-end", "of-a-whole-head"])
 @pytest.mark.parametrize("times", [1, 4])
-def test_a_target_that_is_too_long_is_a_414_with_its_type(
+def test_a_target_that_is_too_long_is_answered_with_414(
     router: RouterUnderTest, connect: Connect, end: bytes, times: int
 ) -> None:
     client = connect(router)
@@ -574,7 +574,7 @@ def test_a_target_that_is_too_long_is_a_414_with_its_type(
 
 
 @pytest.mark.parametrize("bad", [b"not json", b"[]", b'{"request_id": 5}'])
-def test_a_connection_is_kept_after_an_error(router: RouterUnderTest, connect: Connect, bad: bytes) -> None:
+def test_a_connection_stays_open_after_an_error(router: RouterUnderTest, connect: Connect, bad: bytes) -> None:
     client = connect(router)
     client.send(request(bad))
     assert client.status() == 400
@@ -582,7 +582,7 @@ def test_a_connection_is_kept_after_an_error(router: RouterUnderTest, connect: C
     assert client.answer()[2] == b"8"
 
 
-def test_a_connection_is_kept_after_an_instances_error(
+def test_a_connection_stays_open_after_an_instances_error(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
     client = connect(make_router(stand_in("mixed", answers(500, b"boom"))))
@@ -592,7 +592,7 @@ def test_a_connection_is_kept_after_an_instances_error(
 
 
 @pytest.mark.parametrize("path", [CHAT, "/register"])
-def test_a_client_that_leaves_while_it_sends_its_body_does_no_harm(
+def test_a_client_that_leaves_while_it_sends_its_body_causes_no_error(
     router: RouterUnderTest, connect: Connect, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(router)
@@ -604,7 +604,7 @@ def test_a_client_that_leaves_while_it_sends_its_body_does_no_harm(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_client_that_leaves_while_it_waits_in_line_gives_up_its_place(
+def test_a_client_that_leaves_while_it_is_queued_leaves_the_queue(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
     instance = stand_in("mixed", never_answers)
@@ -613,11 +613,11 @@ def test_a_client_that_leaves_while_it_waits_in_line_gives_up_its_place(
     first.send(request(b'{"request_id": "a"}'))
     wait_until(lambda: instance.running == 1, "the first request")
     second.send(request(b'{"request_id": "b"}'))
-    wait_until(lambda: router.app.admission.waiting == 1, "the second request in line")
+    wait_until(lambda: router.app.admission.waiting == 1, "the second request in the queue")
     third.send(request(b'{"request_id": "c"}'))
-    wait_until(lambda: router.app.admission.waiting == 2, "the third request in line")
+    wait_until(lambda: router.app.admission.waiting == 2, "the third request in the queue")
     second.sock.close()
-    wait_until(lambda: router.app.admission.waiting == 1, "the second request to leave the line")
+    wait_until(lambda: router.app.admission.waiting == 1, "the second request to leave the queue")
     first.sock.close()
     wait_until(lambda: len(instance.received) == 2, "the third request's turn")
     assert [got.json["request_id"] for got in instance.received] == ["a", "c"]
@@ -627,7 +627,7 @@ def test_a_client_that_leaves_while_it_waits_in_line_gives_up_its_place(
     ("settings", "code"),
     [({"max_queued_requests": 0}, "queue_full"), ({"queue_timeout_secs": 0.1}, "queue_timeout")],
 )
-def test_who_gets_no_place_in_line_or_waits_too_long_is_told_when_to_come_back(
+def test_a_full_queue_or_a_queue_timeout_is_answered_with_a_retry_after_header(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, settings: dict[str, Any], code: str
 ) -> None:
     instance = stand_in("mixed", never_answers)
@@ -642,25 +642,25 @@ def test_who_gets_no_place_in_line_or_waits_too_long_is_told_when_to_come_back(
     assert "connection" not in answered
 
 
-def test_a_client_that_does_not_read_keeps_its_place_no_longer_than_the_time_out(
+def test_a_client_that_does_not_read_is_served_no_longer_than_the_timeout(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    async def sends_without_end(request: Received, respond: Responder) -> None:
+    async def send_without_end(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         while not respond.peer_left.is_set():
             await respond.event("x" * 60_000)
         respond.keep_alive = False
 
-    instance = stand_in("mixed", sends_without_end)
+    instance = stand_in("mixed", send_without_end)
     router = make_router(instance, request_timeout_secs=0.4)
     client = connect(router)
     client.send(request(b'{"stream": true}'))
     wait_until(lambda: router.app.admission.running == 1, "the request")
-    wait_until(lambda: router.app.admission.running == 0, "the request to be given up")
-    wait_until(lambda: instance.running == 0, "the leg to end")
+    wait_until(lambda: router.app.admission.running == 0, "the end of the request")
+    wait_until(lambda: instance.running == 0, "the end of the leg")
 
 
-def test_without_a_right_key_it_is_a_401_that_says_how(
+def test_a_request_without_a_valid_key_is_answered_with_401_and_the_scheme(
     keys: str, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
     instance = stand_in()
@@ -675,13 +675,13 @@ def test_without_a_right_key_it_is_a_401_that_says_how(
 
 
 def error_body(body: bytes) -> tuple[str, str]:
-    """Code and param of an error."""
+    """Return code and param of an error."""
     error = json.loads(body)["error"]
     return error["code"], error["param"]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/models", "/nothing", "/v1/chat//completions"])
-def test_the_id_in_a_header_is_given_back(
+def test_the_id_in_a_header_is_returned(
     router: RouterUnderTest, stand_in: MakeStandIn, connect: Connect, path: str
 ) -> None:
     client = connect(router)
@@ -689,7 +689,7 @@ def test_the_id_in_a_header_is_given_back(
     assert client.answer()[1]["x-request-id"] == "mine-1"
 
 
-def test_the_id_in_a_header_is_the_requests_where_its_body_has_none(
+def test_a_request_without_an_id_in_its_body_has_the_id_of_its_header(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
     instance = stand_in("mixed", answers(200, None, ("x-request-id", "the instance's")))
@@ -704,7 +704,7 @@ def test_the_id_in_a_header_is_the_requests_where_its_body_has_none(
     assert router.client.get("/admin/explain/mine").json()["request_id"] == "mine"
 
 
-def test_a_request_without_an_id_is_given_one_under_both_names(router: RouterUnderTest, connect: Connect) -> None:
+def test_a_request_without_an_id_gets_one_under_both_names(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     client.send(request())
     _, headers, _ = client.answer()
@@ -713,7 +713,7 @@ def test_a_request_without_an_id_is_given_one_under_both_names(router: RouterUnd
 
 @pytest.mark.parametrize("sent", [b"x" * 257, b"a\tb", b"\xff"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings"])
-def test_a_header_that_cannot_be_an_id_is_refused(
+def test_a_header_with_an_invalid_id_is_refused(
     router: RouterUnderTest, connect: Connect, sent: bytes, path: str
 ) -> None:
     client = connect(router)
@@ -724,14 +724,14 @@ def test_a_header_that_cannot_be_an_id_is_refused(
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"request_id": 5}', b" " * (LIMIT + 1)])
-def test_a_refused_request_has_its_id_back(router: RouterUnderTest, connect: Connect, body: bytes) -> None:
+def test_the_response_to_a_refused_request_has_its_id(router: RouterUnderTest, connect: Connect, body: bytes) -> None:
     client = connect(router)
     client.send(request(body, b"X-Request-Id: mine"))
     status, headers, _ = client.answer()
     assert (status >= 400, headers["x-request-id"]) == (True, "mine")
 
 
-def test_who_has_no_key_has_its_id_back(make_router: MakeRouter, connect: Connect, keys: str) -> None:
+def test_the_error_without_a_key_has_the_requests_id(make_router: MakeRouter, connect: Connect, keys: str) -> None:
     client = connect(make_router(api_keys_file=keys))
     for path in (CHAT, "/v1/models"):
         client.send(request(b"{}", b"X-Request-Id: mine", path=path))
@@ -739,7 +739,7 @@ def test_who_has_no_key_has_its_id_back(make_router: MakeRouter, connect: Connec
         assert (status, headers["x-request-id"]) == (401, "mine")
 
 
-def test_a_trace_is_passed_on_and_recorded(router: RouterUnderTest, stand_in: MakeStandIn) -> None:
+def test_a_trace_is_forwarded_and_recorded(router: RouterUnderTest, stand_in: MakeStandIn) -> None:
     trace = "0af7651916cd43dd8448eb211c80319c"
     headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "tracestate": "a=b"}
     (instance := stand_in()).register(router.url)
@@ -750,7 +750,7 @@ def test_a_trace_is_passed_on_and_recorded(router: RouterUnderTest, stand_in: Ma
     assert router.client.get("/admin/explain/r0").json()["trace_id"] == trace
 
 
-def test_the_answer_says_who_served_it_and_why(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_response_names_its_instances_and_the_policy(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
     headers = make_router(prefill, decode, splitwise=True).chat(request_id="r").headers
     assert (headers["x-router-prefill"], headers["x-router-decode"]) == (prefill.key, decode.key)
@@ -758,12 +758,12 @@ def test_the_answer_says_who_served_it_and_why(make_router: MakeRouter, stand_in
     assert (headers["x-router-request-id"], headers["x-router-decision"]) == ("r", "pool_aware; cached=0")
 
 
-def test_only_instances_of_pairs_are_told_by_their_url(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_only_responses_of_pairs_have_urls_of_instances(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     headers = make_router(stand_in()).chat().headers
     assert not {"x-router-prefill-url", "x-router-decode-url", "x-router-mixed-url"} & set(headers)
 
 
-def test_an_attempt_whose_client_left_is_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_attempt_of_a_client_that_left_is_explained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", never_answers)
     router = make_router(instance)
     with pytest.raises(httpx.ReadTimeout):
@@ -773,38 +773,38 @@ def test_an_attempt_whose_client_left_is_explained(make_router: MakeRouter, stan
     assert attempt["ended"] == "the client left"
 
 
-def test_who_sends_nothing_is_not_kept(
+def test_a_connection_without_a_request_is_closed(
     router: RouterUnderTest, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.http.server.READ_SECONDS", 0.1)
     assert connect(router).rest() == b""
 
 
-@pytest.mark.parametrize("begun", [b"POST /v1/chat", head(b"content-length: 5"), head(b"content-length: 5") + b"{}"])
-def test_who_sends_half_a_request_is_told_so_after_a_while(
-    router: RouterUnderTest, connect: Connect, monkeypatch: pytest.MonkeyPatch, begun: bytes
+@pytest.mark.parametrize("data", [b"POST /v1/chat", head(b"content-length: 5"), head(b"content-length: 5") + b"{}"])
+def test_an_incomplete_request_is_answered_with_408_after_a_time(
+    router: RouterUnderTest, connect: Connect, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     monkeypatch.setattr("router.http.server.READ_SECONDS", 0.1)
     client = connect(router)
-    client.send(begun)
+    client.send(data)
     assert client.error() == (408, "request_incomplete")
     assert client.rest() == b""
 
 
-def test_who_waits_for_an_answer_may_take_its_time_with_the_next_request(
+def test_the_read_timeout_does_not_run_while_a_client_waits_for_a_response(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def is_slow(request: Received, respond: Responder) -> None:
+    async def answer_late(request: Received, respond: Responder) -> None:
         await asyncio.sleep(0.4)
         await respond.answer(200, b"{}")
 
     monkeypatch.setattr("router.http.server.READ_SECONDS", 0.1)
-    client = connect(make_router(stand_in("mixed", is_slow)))
+    client = connect(make_router(stand_in("mixed", answer_late)))
     client.send(request(b"{}") + b"POST /v1/chat")
     assert client.status() == 200
 
 
-def test_a_connection_without_a_request_is_kept_for_a_while_after_each_answer(
+def test_an_idle_connection_stays_open_for_a_time_after_each_response(
     router: RouterUnderTest, connect: Connect
 ) -> None:
     router._server.config.timeout_keep_alive = 1
@@ -818,26 +818,26 @@ def test_a_connection_without_a_request_is_kept_for_a_while_after_each_answer(
 
 
 @pytest.mark.parametrize(
-    ("silent_for", "looks_after", "is_closed"), [(1.0, 4.0, False), (4.5, 0.5, False), (5.0, None, True)]
+    ("silent_for", "next_check", "is_closed"), [(1.0, 4.0, False), (4.5, 0.5, False), (5.0, None, True)]
 )
-def test_a_client_is_given_up_once_all_its_time_is_over_and_not_sooner(
-    monkeypatch: pytest.MonkeyPatch, silent_for: float, looks_after: float | None, is_closed: bool
+def test_a_silent_client_is_disconnected_at_its_timeout_and_not_sooner(
+    monkeypatch: pytest.MonkeyPatch, silent_for: float, next_check: float | None, is_closed: bool
 ) -> None:
     monkeypatch.setattr("router.http.server.READ_SECONDS", 5.0)
-    looks: list[float] = []
+    checks: list[float] = []
     closings: list[None] = []
-    protocol: Any = object.__new__(RouterProtocol)  # of which only the watch over its client is there
-    protocol.loop = SimpleNamespace(time=lambda: 100.0, call_later=lambda seconds, _: looks.append(seconds))
+    protocol: Any = object.__new__(RouterProtocol)  # with the attributes that _check_activity reads
+    protocol.loop = SimpleNamespace(time=lambda: 100.0, call_later=lambda seconds, _: checks.append(seconds))
     protocol.transport = SimpleNamespace(is_closing=lambda: False, close=lambda: closings.append(None))
     protocol.timeout_keep_alive, protocol._active_at = 60.0, 100.0 - silent_for
     protocol._served = protocol.cycle = None
     protocol.pipeline, protocol._undigested = [], 0
     protocol._check_activity()
-    assert looks == ([] if looks_after is None else [looks_after])
+    assert checks == ([] if next_check is None else [next_check])
     assert bool(closings) is is_closed
 
 
-def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothing_into_it(
+def test_invalid_bytes_during_a_response_end_the_connection_without_an_error_response(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
     instance = stand_in("mixed", stalls("1"))
@@ -846,19 +846,19 @@ def test_garbage_in_the_middle_of_an_answer_ends_the_connection_and_writes_nothi
     assert client.answer()[0] == 200
     client.send(b"\x00\x01garbage\r\n\r\n")
     assert b"HTTP/1.1" not in client.rest()
-    wait_until(lambda: instance.running == 0, "the leg to end")
+    wait_until(lambda: instance.running == 0, "the end of the leg")
 
 
-def test_a_body_that_comes_in_pieces_is_not_kept_for_who_has_no_key(
+def test_the_body_of_a_request_without_a_key_is_not_buffered(
     keys: str, make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
     client = connect(make_router(stand_in(), api_keys_file=keys))
-    client.send(head(b"content-length: 10000000") + b" " * 1_000_000)  # more than is read at once
+    client.send(head(b"content-length: 10000000") + b" " * 1_000_000)  # more than one read
     status, answered, _ = client.answer()
     assert (status, answered["www-authenticate"]) == (401, "Bearer")
 
 
-def test_a_thousand_requests_that_ask_for_an_upgrade_may_come_at_once(
+def test_a_thousand_pipelined_requests_that_ask_for_an_upgrade_are_served(
     router: RouterUnderTest, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = connect(router)
@@ -868,10 +868,10 @@ def test_a_thousand_requests_that_ask_for_an_upgrade_may_come_at_once(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_thousand_requests_that_are_answered_at_once_may_wait_behind_one_that_is_not(
+def test_a_thousand_preflights_may_wait_behind_a_slow_request(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = connect(make_router(stand_in("mixed", echoes), cors_allowed_origins=("*",)))
+    client = connect(make_router(stand_in("mixed", echo), cors_allowed_origins=("*",)))
     asks = (b"origin: https://chat.example.com", b"access-control-request-method: POST")
     preflight = b"\r\n".join([b"OPTIONS /v1/x HTTP/1.1", *asks, b"", b""])
     client.send(request(b'{"number": 1}') + preflight * 1000)
@@ -880,35 +880,35 @@ def test_a_thousand_requests_that_are_answered_at_once_may_wait_behind_one_that_
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_requests_that_wait_for_others_of_their_connection_are_not_read_without_end(
+def test_the_number_of_pipelined_requests_that_wait_is_bounded(
     make_router: MakeRouter, stand_in: MakeStandIn, connect: Connect
 ) -> None:
-    go_on = threading.Event()
+    may_answer = threading.Event()
 
-    async def waits(request: Received, respond: Responder) -> None:
-        while not go_on.is_set():
+    async def answer_on_event(request: Received, respond: Responder) -> None:
+        while not may_answer.is_set():
             await asyncio.sleep(0.01)
         await respond.answer(200, b"")
 
-    router = make_router(stand_in("mixed", waits))
+    router = make_router(stand_in("mixed", answer_on_event))
     client = connect(router)
     short = b"GET /v1/responses/x HTTP/1.1\r\n\r\n"
     client.send(request(b"{}") + short * 2000)
     connections = router._server.server_state.connections
 
     def find_waiting() -> list[int]:
-        """Lengths of the queues that are full; the connection of the registration may still be open."""
+        """List the lengths of full queues; the connection of the registration may still be open."""
         lengths = [len(each.pipeline) for each in list(connections) if isinstance(each, RouterProtocol)]
         return [length for length in lengths if length >= MAX_PIPELINED]
 
     wait_until(find_waiting, "the next requests")
     assert max(find_waiting()) <= MAX_PIPELINED + PIECE_BYTES // len(short)
-    go_on.set()
+    may_answer.set()
     assert {client.status() for _ in range(2001)} == {200}
 
 
 @pytest.mark.parametrize("path", [CHAT, "/health"])
-def test_a_head_of_too_many_headers_is_refused(router: RouterUnderTest, connect: Connect, path: str) -> None:
+def test_a_head_with_too_many_headers_is_refused(router: RouterUnderTest, connect: Connect, path: str) -> None:
     client = connect(router)
     client.send(request(b"{}", *[b"a: b"] * (MAX_HEADERS - 1), path=CHAT))
     assert client.status() == 200
@@ -917,7 +917,7 @@ def test_a_head_of_too_many_headers_is_refused(router: RouterUnderTest, connect:
     assert client.rest() == b""
 
 
-def test_the_control_plane_takes_no_long_query(router: RouterUnderTest, connect: Connect) -> None:
+def test_the_control_plane_refuses_a_long_query(router: RouterUnderTest, connect: Connect) -> None:
     client = connect(router)
     for size, status in ((8 * 1024, 200), (8 * 1024 + 1, 414)):
         client.send(request(b"", method="GET", path="/health?" + "a" * size))
@@ -925,7 +925,7 @@ def test_the_control_plane_takes_no_long_query(router: RouterUnderTest, connect:
 
 
 @pytest.mark.parametrize("body", [b'{"number": 4}', b'{"number": 4%s}' % (b" " * 50_000)])
-def test_what_follows_a_body_that_comes_in_many_chunks_is_read(
+def test_the_request_after_a_body_of_many_chunks_is_read(
     router: RouterUnderTest, connect: Connect, body: bytes
 ) -> None:
     client = connect(router)
@@ -934,8 +934,8 @@ def test_what_follows_a_body_that_comes_in_many_chunks_is_read(
     assert [client.answer()[2] for _ in range(2)] == [b"4", b"5"]
 
 
-async def sends_much(request: Received, respond: Responder) -> None:
-    """Answer with a stream that the systems between here and a client that reads nothing cannot hold."""
+async def send_much(request: Received, respond: Responder) -> None:
+    """Send a stream that is larger than all buffers between here and a client that reads nothing."""
     await respond.start_stream()
     for _ in range(1000):
         await respond.event("x" * 60_000)
@@ -946,60 +946,60 @@ async def sends_much(request: Received, respond: Responder) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_client_that_takes_nothing_for_a_while_is_cut_off(
+def test_a_client_that_reads_nothing_for_a_time_is_disconnected(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     monkeypatch.setattr("router.http.server.SEND_SECONDS", 0.2)
-    instance = stand_in("mixed", sends_much)
+    instance = stand_in("mixed", send_much)
     settings: dict[str, str] = {}
     if scheme == "https":
         certificate, key = make_certificate(tmp_path)
         settings = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
     router = make_router(instance, **settings)
-    with small_client(router) as client:
+    with connect_slow_reader(router) as client:
         client.send(request(b'{"stream": true}'))
         wait_until(lambda: instance.running == 1, "the request")
-        wait_until(lambda: not router._server.server_state.connections, "the connection to be closed")
-        wait_until(lambda: instance.running == 0, "the leg to end")
-        wait_until(lambda: router.app.admission.running == 0, "the request to end")
+        wait_until(lambda: not router._server.server_state.connections, "the end of the connection")
+        wait_until(lambda: instance.running == 0, "the end of the leg")
+        wait_until(lambda: router.app.admission.running == 0, "the end of the request")
 
 
-def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(
+def test_a_client_that_reads_slowly_gets_the_whole_response(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked = threading.Event()
-    look = RouterProtocol._check_sending
+    checked = threading.Event()
+    check = RouterProtocol._check_sending
 
-    def note_look(connection: RouterProtocol) -> None:
-        look(connection)
-        looked.set()
+    def check_and_note(connection: RouterProtocol) -> None:
+        check(connection)
+        checked.set()
 
     monkeypatch.setattr("router.http.server.SEND_SECONDS", 0.05)
-    monkeypatch.setattr(RouterProtocol, "_check_sending", note_look)
+    monkeypatch.setattr(RouterProtocol, "_check_sending", check_and_note)
     body = b"x" * 8_000_000
     router = make_router(stand_in("mixed", answers(200, body)))
-    with small_client(router) as client:
+    with connect_slow_reader(router) as client:
         client.send(request(b"{}", b"connection: close"))
         for _ in range(5):
-            looked.clear()
+            checked.clear()
             for _ in range(4):
                 assert client._receive()
-            assert looked.wait(20)
+            assert checked.wait(20)
         assert client.rest().endswith(b"\r\n\r\n" + body)
 
 
-def test_a_client_that_reads_no_answer_is_cut_off_once_the_connection_is_to_close(
+def test_a_client_that_reads_no_response_is_disconnected_when_the_connection_should_close(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.http.server.SEND_SECONDS", 0.2)
     router = make_router(stand_in("mixed", answers(200, b"x" * 3_000_000)))
     router._server.config.timeout_keep_alive = 0.1  # type: ignore[assignment]  # uvicorn's type is int
-    with small_client(router) as client:
+    with connect_slow_reader(router) as client:
         client.send(request(b"{}"))
         wait_until(lambda: router._server.server_state.connections, "the connection")
-        wait_until(lambda: not router._server.server_state.connections, "the connection to be closed")
+        wait_until(lambda: not router._server.server_state.connections, "the end of the connection")
 
 
 @given(st.lists(st.sampled_from(["%41", "%e4%B8%ad", "%e4", "%", "%4", "a", "\xe9", "/", "%2F", "%%41"])).map("".join))
-def test_the_escapes_of_a_path_are_read_as_urllib_reads_them(path: str) -> None:
+def test_the_escapes_of_a_path_are_decoded_like_in_urllib(path: str) -> None:
     assert path_of(path.encode("latin-1") + b"?%41") == urllib.parse.unquote(path)

@@ -1,4 +1,4 @@
-"""Each inside of uvicorn that the router borrows, by name: a uvicorn without one fails here, with a sentence."""
+"""The names of uvicorn's internals that the router uses: a uvicorn without one fails here with a clear message."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def parse(source: object) -> ast.AST:
     return ast.parse(textwrap.dedent(inspect.getsource(source)))
 
 
-def attributes_of(tree: ast.AST, *owners: str) -> set[str]:
-    """The attributes that are asked of these expressions."""
+def list_used(tree: ast.AST, *owners: str) -> set[str]:
+    """Find the attributes that the code reads or sets of these expressions."""
     return {
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners
     }
 
 
-def assigned_to_self(tree: ast.AST) -> set[str]:
+def find_assigned(tree: ast.AST) -> set[str]:
     return {
         node.attr
         for node in ast.walk(tree)
@@ -86,16 +86,16 @@ def assigned_to_self(tree: ast.AST) -> set[str]:
     }
 
 
-def members(kind: type) -> set[str]:
-    """All that a class and its bases define, and that their methods assign to ``self``."""
+def list_members(kind: type) -> set[str]:
+    """List the members that a class and its bases define or assign to ``self``."""
     own = [each for each in inspect.getmro(kind) if each.__module__.startswith("uvicorn.")]
-    return {name for each in own for name in (*vars(each), *assigned_to_self(parse(each)))}
+    return {name for each in own for name in (*vars(each), *find_assigned(parse(each)))}
 
 
-def missing(where: str, wanted: Iterable[str], found: Iterable[str]) -> Iterator[str]:
+def describe_missing(where: str, wanted: Iterable[str], found: Iterable[str]) -> Iterator[str]:
     for name in sorted(set(wanted) - set(found)):
         yield (
-            f"uvicorn {uvicorn.__version__} has no {where}.{name} any more, which the router borrows: "
+            f"uvicorn {uvicorn.__version__} has no {where}.{name} any more, which the router uses: "
             "see how router/http/server.py and router/launch can do without, or lower uvicorn's upper bound"
         )
 
@@ -103,40 +103,40 @@ def missing(where: str, wanted: Iterable[str], found: Iterable[str]) -> Iterator
 @pytest.mark.parametrize(
     ("where", "wanted", "found"),
     [
-        ("HttpToolsProtocol", OVERRIDDEN | ATTRIBUTES, members(IMPLEMENTATION.HttpToolsProtocol)),
-        ("RequestResponseCycle", CYCLE, members(IMPLEMENTATION.RequestResponseCycle)),
-        ("FlowControl", FLOW_CONTROL, members(FLOW.FlowControl)),
-        ("Server", SERVER, members(uvicorn.Server)),
-        ("ServerState", SERVER_STATE, members(uvicorn.server.ServerState)),
+        ("HttpToolsProtocol", OVERRIDDEN | ATTRIBUTES, list_members(IMPLEMENTATION.HttpToolsProtocol)),
+        ("RequestResponseCycle", CYCLE, list_members(IMPLEMENTATION.RequestResponseCycle)),
+        ("FlowControl", FLOW_CONTROL, list_members(FLOW.FlowControl)),
+        ("Server", SERVER, list_members(uvicorn.Server)),
+        ("ServerState", SERVER_STATE, list_members(uvicorn.server.ServerState)),
         ("protocols.http.httptools_impl", {"STATUS_LINE"}, vars(IMPLEMENTATION)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_uvicorn_has_what_the_router_borrows(where: str, wanted: set[str], found: set[str]) -> None:
-    lacking = list(missing(where, wanted, found))
+def test_uvicorn_has_the_internals_that_the_router_uses(where: str, wanted: set[str], found: set[str]) -> None:
+    lacking = list(describe_missing(where, wanted, found))
     assert not lacking, "\n".join(lacking)
 
 
-def test_uvicorn_calls_what_the_router_overrides() -> None:
-    """What httptools and asyncio call apart, which they name themselves."""
-    called = attributes_of(parse(IMPLEMENTATION.HttpToolsProtocol), "self")
+def test_uvicorn_calls_the_methods_that_the_router_overrides() -> None:
+    """Check the methods that uvicorn calls; httptools and asyncio call the others."""
+    called = list_used(parse(IMPLEMENTATION.HttpToolsProtocol), "self")
     assert "_start_asgi_task" in called
-    assert {"handle_exit", "main_loop", "shutdown"} <= attributes_of(parse(uvicorn.Server), "self")
+    assert {"handle_exit", "main_loop", "shutdown"} <= list_used(parse(uvicorn.Server), "self")
 
 
-def test_the_server_shuts_down_with_the_arguments_that_the_router_takes() -> None:
-    taken = inspect.signature(uvicorn.Server.shutdown)
-    assert list(taken.parameters) == ["self", "sockets"]
+def test_uvicorn_passes_the_arguments_that_the_router_accepts() -> None:
+    parameters = inspect.signature(uvicorn.Server.shutdown)
+    assert list(parameters.parameters) == ["self", "sockets"]
     assert list(inspect.signature(uvicorn.Server.handle_exit).parameters) == ["self", "sig", "frame"]
     assert list(inspect.signature(IMPLEMENTATION.HttpToolsProtocol._start_asgi_task).parameters)[1:] == ["cycle", "app"]
 
 
-def test_statuses_have_their_line() -> None:
+def test_uvicorn_has_a_status_line() -> None:
     assert IMPLEMENTATION.STATUS_LINE[200] == b"HTTP/1.1 200 OK\r\n"
 
 
 def test_the_pipeline_holds_requests_with_their_application() -> None:
-    """The router reads its first item, and the first of that."""
+    """The router reads the pipeline's first item, and that item's first member."""
     hints = inspect.get_annotations(IMPLEMENTATION.HttpToolsProtocol._start_asgi_task)
     assert set(hints) >= {"cycle", "app"}
     assert "self.pipeline.appendleft((self.cycle, app))" in inspect.getsource(
@@ -144,12 +144,12 @@ def test_the_pipeline_holds_requests_with_their_application() -> None:
     )
 
 
-def test_all_that_the_router_borrows_of_a_connection_is_listed() -> None:
+def test_all_members_of_a_connection_that_the_router_uses_are_listed() -> None:
     tree = parse(RouterProtocol)
-    theirs = members(IMPLEMENTATION.HttpToolsProtocol)
-    own = set(vars(RouterProtocol)) | (assigned_to_self(tree) - theirs)
+    theirs = list_members(IMPLEMENTATION.HttpToolsProtocol)
+    own = set(vars(RouterProtocol)) | (find_assigned(tree) - theirs)
     module = parse(router.http.server)
-    used = attributes_of(tree, "self") | attributes_of(module, "self._protocol") | attributes_of(tree, "super()")
+    used = list_used(tree, "self") | list_used(module, "self._protocol") | list_used(tree, "super()")
     assert (used & theirs) - OVERRIDDEN == ATTRIBUTES
     overridden = {
         name for name in set(vars(RouterProtocol)) & theirs if name == "__init__" or not name.startswith("__")
@@ -158,35 +158,35 @@ def test_all_that_the_router_borrows_of_a_connection_is_listed() -> None:
     assert used - own - theirs == set(), "neither uvicorn nor RouterProtocol has these"
 
 
-def test_all_that_the_router_borrows_of_the_flow_control_is_listed() -> None:
-    assert attributes_of(parse(router.http.server), "self.flow", "self._protocol.flow") == FLOW_CONTROL | {"has_unread"}
+def test_all_members_of_the_flow_control_that_the_router_uses_are_listed() -> None:
+    assert list_used(parse(router.http.server), "self.flow", "self._protocol.flow") == FLOW_CONTROL | {"has_unread"}
 
 
-def test_all_that_the_router_borrows_of_a_request_is_listed() -> None:
-    """Requests of uvicorn's go through the same variables as the router's own, of which it reads more."""
-    assert members(IMPLEMENTATION.RequestResponseCycle) >= CYCLE
+def test_all_members_of_a_request_that_the_router_uses_are_listed() -> None:
+    """The same variables hold requests of uvicorn and of the router, and the router's have more members."""
+    assert list_members(IMPLEMENTATION.RequestResponseCycle) >= CYCLE
     tree = parse(RouterProtocol)
-    used = attributes_of(tree, "self.cycle", "request", "existing")
-    assert used & members(IMPLEMENTATION.RequestResponseCycle) >= CYCLE
+    used = list_used(tree, "self.cycle", "request", "existing")
+    assert used & list_members(IMPLEMENTATION.RequestResponseCycle) >= CYCLE
 
 
-def test_all_that_the_router_borrows_of_the_server_is_listed() -> None:
+def test_all_members_of_the_server_that_the_router_uses_are_listed() -> None:
     tree = ast.Module([parse(router.launch.server), parse(router.launch.worker), parse(router.launch.program)], [])  # type: ignore[list-item]
-    theirs = members(uvicorn.Server)
-    used = attributes_of(tree, "self", "server", "super()") | {"handle_exit", "main_loop", "shutdown"}
-    theirs |= {"lifespan"}  # which it has once it serves
+    theirs = list_members(uvicorn.Server)
+    used = list_used(tree, "self", "server", "super()") | {"handle_exit", "main_loop", "shutdown"}
+    theirs |= {"lifespan"}  # set when the server starts
     assert (used & theirs) - {"__init__"} == SERVER
-    assert attributes_of(tree, "self.server_state", "server.server_state") == SERVER_STATE
+    assert list_used(tree, "self.server_state", "server.server_state") == SERVER_STATE
 
 
-def test_a_request_has_all_that_uvicorn_asks_of_its_own() -> None:
-    """In the methods that stay uvicorn's, and in those that the router calls with its own request."""
-    stay = [
+def test_the_routers_request_has_all_members_that_uvicorn_reads() -> None:
+    """Check the methods that the router does not override, and those that it calls with its own request."""
+    methods = [
         method
         for name, method in vars(IMPLEMENTATION.HttpToolsProtocol).items()
         if inspect.isfunction(method) and name not in OVERRIDDEN - {"connection_lost", "shutdown"}
     ]
-    asked = {name for method in stay for name in attributes_of(parse(method), "self.cycle")}
-    assert asked >= {"disconnected", "keep_alive", "message_event", "response_complete"}
-    lacking = [name for name in sorted(asked) if not hasattr(ClientRequest, name)]
-    assert not lacking, f"uvicorn {uvicorn.__version__} asks {lacking} of a request, and ClientRequest has none"
+    read = {name for method in methods for name in list_used(parse(method), "self.cycle")}
+    assert read >= {"disconnected", "keep_alive", "message_event", "response_complete"}
+    lacking = [name for name in sorted(read) if not hasattr(ClientRequest, name)]
+    assert not lacking, f"uvicorn {uvicorn.__version__} reads {lacking} of a request, but ClientRequest has none"
