@@ -32,7 +32,7 @@ def test_more_tokens_only_add_hashes(tokens: list[int], more: list[int], block_s
 
 
 @given(TOKENS, st.lists(st.integers(0, 80)), BLOCK_SIZE)
-def test_growing_step_by_step_gives_the_hashes_of_doing_it_at_once(
+def test_hashes_that_are_extended_in_steps_equal_hashes_computed_at_once(
     tokens: list[int], steps: list[int], block_size: int
 ) -> None:
     hashes: list[bytes] = []
@@ -73,7 +73,7 @@ def test_a_salt_that_is_not_valid_unicode_is_hashed_like_any_other() -> None:
 
 
 @given(st.lists(TOKEN, min_size=12, max_size=12))
-def test_equal_tokens_in_other_blocks_are_told_apart(tokens: list[int]) -> None:
+def test_equal_tokens_in_different_blocks_have_different_hashes(tokens: list[int]) -> None:
     block = tokens[:4]
     assert len(set(hashes_of(block * 3))) == 3
 
@@ -83,7 +83,7 @@ def test_the_borders_of_a_token_are_part_of_the_hash() -> None:
     assert hashes_of([0x0100, 0, 0, 0]) != hashes_of([0, 0x01, 0, 0])
 
 
-def test_the_hash_is_the_one_the_documentation_gives() -> None:
+def test_the_hash_is_as_documented() -> None:
     root = hashlib.sha256(b"kvstore.root.v1\0" + (4).to_bytes(8, "little") + b"salt" + b"lora").digest()
     first = hashlib.sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
     second = hashlib.sha256(first + bytes([3, 0, 0, 0, 255, 255, 255, 255])).digest()
@@ -97,7 +97,7 @@ def test_arrays_hash_like_lists() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**70, 1.5, "7", None])
-def test_what_is_no_token_is_refused(token: object) -> None:
+def test_a_value_that_is_not_a_token_is_refused(token: object) -> None:
     with pytest.raises(ValueError, match="integers in"):
         extend_block_hashes([], [1, token], 2, root_hash())  # type: ignore[list-item]
 
@@ -108,11 +108,11 @@ def test_an_array_of_negative_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("block_size", [0, -4])
-def test_a_block_has_tokens(block_size: int) -> None:
+def test_a_block_size_that_is_not_positive_is_refused(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"block_size is {block_size}"):
         hashes_of([1, 2], block_size)
 
 
-def test_more_hashes_than_blocks_is_a_mistake() -> None:
+def test_more_hashes_than_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 hashes were given, but the tokens fill only 1 blocks"):
         extend_block_hashes([b"a" * 32, b"b" * 32], [1, 2, 3], 2, root_hash())

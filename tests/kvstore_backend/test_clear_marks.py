@@ -1,4 +1,4 @@
-"""Marks of a clear, as an instance reads them; what it does then: ``test_refill.py``."""
+"""Marks of a clear, as an instance reads them; ``test_refill.py`` tests their effect."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def put_bytes(store: MemoryStore, key: str, data: bytes) -> None:
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """What the instances share."""
+    """The store that the instances share."""
     return MemoryStore(1 << 20)
 
 
 @pytest.fixture
 def marks(store: MemoryStore) -> ClearMarks:
-    """As an instance reads them that has a fast tier of its own."""
+    """The marks, as an instance with its own fast tier reads them."""
     tiers = TieredBackend(CheckedBackend(MemoryStore(1 << 20)), CheckedBackend(store))
     return ClearMarks(BlockPool(tiers, NAMESPACE), [NAMESPACE.digest])
 
 
 @pytest.mark.parametrize("key", [KEY, mark_key(ALL)])
-def test_a_mark_is_new_until_it_is_accepted_and_the_next_is_new_again(
+def test_a_mark_is_new_until_it_is_accepted_and_the_next_mark_is_new(
     store: MemoryStore, marks: ClearMarks, key: str
 ) -> None:
     assert marks.look() is False
@@ -60,7 +60,7 @@ def test_a_mark_is_new_until_it_is_accepted_and_the_next_is_new_again(
     assert marks.look() is False
 
 
-def test_a_mark_that_the_pool_lost_and_has_again_is_still_known(store: MemoryStore, marks: ClearMarks) -> None:
+def test_a_mark_that_is_lost_and_written_again_is_not_new(store: MemoryStore, marks: ClearMarks) -> None:
     mark = make_mark(KEY).tobytes()
     put_bytes(store, KEY, mark)
     marks.look()
@@ -72,25 +72,25 @@ def test_a_mark_that_the_pool_lost_and_has_again_is_still_known(store: MemorySto
     assert marks.look() is False
 
 
-def test_other_namespaces_marks_are_none(store: MemoryStore, marks: ClearMarks) -> None:
+def test_marks_of_other_namespaces_are_ignored(store: MemoryStore, marks: ClearMarks) -> None:
     other = mark_key("0" * 32)
     put_bytes(store, other, make_mark(other).tobytes())
     assert marks.look() is False
 
 
-def test_a_pool_that_does_not_answer_leaves_it_open(store: MemoryStore, marks: ClearMarks) -> None:
+def test_the_answer_is_unknown_if_the_pool_does_not_answer(store: MemoryStore, marks: ClearMarks) -> None:
     store.close()
     assert marks.look() is None
 
 
 @pytest.mark.parametrize("text", [b"g" * 32, b" " * 32])
-def test_what_is_no_id_is_no_mark(store: MemoryStore, marks: ClearMarks, text: bytes) -> None:
+def test_a_value_that_is_not_an_id_is_not_a_mark(store: MemoryStore, marks: ClearMarks, text: bytes) -> None:
     memory = Memory(text)
     assert CheckedBackend(store).put([KEY], [memory.value]) == [Status.OK]
     assert marks.look() is False
 
 
-def test_marks_are_no_blocks_and_no_two_are_alike() -> None:
+def test_marks_are_not_blocks_and_are_all_different() -> None:
     assert not KEY.startswith(BLOCK_PREFIX)
     assert KEY.startswith(MARK_PREFIX)
     one, other = make_mark(KEY), make_mark(KEY)
@@ -99,7 +99,7 @@ def test_marks_are_no_blocks_and_no_two_are_alike() -> None:
     assert one.nbytes == 128 + 32
 
 
-def test_a_pools_fast_tier_drops_its_copies_after_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_tier_drops_its_copies_after_a_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clear_marks, "_PERIOD_SECONDS", 0.01)
     name, source = bytes(32), Memory(b"x" * 64)
     config = PoolConfig(FileSettings(tmp_path, 1 << 20), fast=MemorySettings(1 << 20))
@@ -108,12 +108,10 @@ def test_a_pools_fast_tier_drops_its_copies_after_a_clear(tmp_path: Path, monkey
         mark = Memory(make_mark(KEY).tobytes())
         assert shared.put([KEY], [mark.value]) == [Status.OK]
         shared.remove([NAMESPACE.key(name)], force=True)
-        wait_until(lambda: pool.exists([name]) == [Status.ABSENT], "the end of the copy in the fast tier")
+        wait_until(lambda: pool.exists([name]) == [Status.ABSENT], "the removal of the copy in the fast tier")
 
 
-def test_a_closed_pool_leaves_no_memory_of_its_watch_registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_pool_leaves_no_memory_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = use_strict_stores(monkeypatch)
     is_looking, go_on = threading.Event(), threading.Event()
 

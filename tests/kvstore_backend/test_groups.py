@@ -25,7 +25,7 @@ def models(draw: strategies.DrawFn) -> list[Group]:
 
 
 def read_tokens(group: Group, num_tokens: int) -> range:
-    """The tokens that a layer of this group reads after ``num_tokens``, by the definition of its attention."""
+    """Return the tokens that a layer of this group reads after ``num_tokens``, by definition of its attention."""
     reads = {
         "full": range(num_tokens),
         "window": range(max(0, num_tokens - (group.span - 1)), num_tokens),
@@ -36,7 +36,7 @@ def read_tokens(group: Group, num_tokens: int) -> range:
 
 
 def try_all(groups: Sequence[Group], first: int, end: int, lost: set[tuple[int, int]]) -> int:
-    """The longest resume point, by a look at every prefix and every token."""
+    """Find the longest resume point with a check of every prefix and every token."""
     step = math.lcm(*(group.block_size for group in groups))
     first = first // step * step
     for tokens in range(end // step * step, first, -step):
@@ -69,39 +69,39 @@ def test_the_resume_point_is_the_one_that_brute_force_finds(
     assert found.num_tokens == try_all(groups, first, end, lost)
 
 
-def ask(
+def find_and_record(
     groups: Sequence[Group], lost: set[tuple[int, int]], first: int, end: int
 ) -> tuple[Resume, list[tuple[int, int]]]:
-    asked: list[tuple[int, int]] = []
+    lookups: list[tuple[int, int]] = []
 
     def exists(blocks: Sequence[tuple[int, int]]) -> list[bool]:
-        asked.extend(blocks)
+        lookups.extend(blocks)
         return [block not in lost for block in blocks]
 
-    return find_resume_point(groups, first, end, exists), asked
+    return find_resume_point(groups, first, end, exists), lookups
 
 
 FULL, WINDOW, STATE = Group("full", 4), Group("window", 4, 9), Group("state", 4)
 
 
-def test_only_what_a_group_needs_is_looked_up() -> None:
-    found, asked = ask([FULL, WINDOW, STATE], set(), 0, 40)
+def test_only_blocks_that_a_group_needs_are_looked_up() -> None:
+    found, lookups = find_and_record([FULL, WINDOW, STATE], set(), 0, 40)
     assert found.num_tokens == 40
-    assert sorted(asked) == [*((0, place) for place in range(10)), (1, 8), (1, 9), (2, 9)]
+    assert sorted(lookups) == [*((0, place) for place in range(10)), (1, 8), (1, 9), (2, 9)]
 
 
-def test_what_the_instance_has_itself_is_not_looked_up() -> None:
-    _, asked = ask([FULL, WINDOW], set(), 36, 40)
-    assert sorted(asked) == [(0, 9), (1, 9)]
+def test_blocks_in_the_own_cache_are_not_looked_up() -> None:
+    _, lookups = find_and_record([FULL, WINDOW], set(), 36, 40)
+    assert sorted(lookups) == [(0, 9), (1, 9)]
 
 
-def test_no_block_of_a_window_is_looked_up_where_full_attention_has_nothing() -> None:
-    found, asked = ask([FULL, WINDOW], {(0, 0)}, 0, 40)
+def test_no_block_of_a_window_is_looked_up_if_full_attention_has_none() -> None:
+    found, lookups = find_and_record([FULL, WINDOW], {(0, 0)}, 0, 40)
     assert found.num_tokens == 0
-    assert {number for number, _ in asked} == {0}
+    assert {number for number, _ in lookups} == {0}
 
 
-def test_a_long_gap_of_a_window_takes_few_look_ups() -> None:
+def test_a_long_gap_of_a_window_needs_few_lookups() -> None:
     calls = 0
 
     def exists(blocks: Sequence[tuple[int, int]]) -> list[bool]:
@@ -115,7 +115,7 @@ def test_a_long_gap_of_a_window_takes_few_look_ups() -> None:
 
 def test_the_reason_of_a_shorter_hit_names_every_group() -> None:
     groups = [FULL, WINDOW, WINDOW]
-    found, _ = ask(groups, {(1, 9), (1, 8), (2, 8)}, 0, 40)
+    found, _ = find_and_record(groups, {(1, 9), (1, 8), (2, 8)}, 0, 40)
     assert found.describe(groups) == (
         "full attention: 10 blocks; sliding window 9: 3 of 4 missing; resumed at 32 of 40 tokens"
     )
@@ -135,5 +135,7 @@ def test_the_reason_of_a_shorter_hit_names_every_group() -> None:
         (STATE, 0, []),
     ],
 )
-def test_blocks_that_a_group_reads_from_a_resume_point_on(group: Group, tokens: int, needed: list[int]) -> None:
+def test_the_blocks_that_a_group_needs_at_a_resume_point_are_listed(
+    group: Group, tokens: int, needed: list[int]
+) -> None:
     assert list(group.list_needed(tokens)) == needed

@@ -1,4 +1,4 @@
-"""A manifest says what was written, whatever is in it, and nothing that is not true of its namespace."""
+"""Manifests are decoded as they were encoded, and refused if they do not match their namespace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIELDS = st.dictionaries(TEXTS, TEXTS | st.integers(-(2**63), 2**63), min_size=1
 
 @settings(max_examples=40)
 @given(FIELDS, st.dictionaries(TEXTS, TEXTS, max_size=4), st.integers(1, 9))
-def test_what_is_encoded_is_decoded(fields: dict[str, str | int], facts: dict[str, str], block_format: int) -> None:
+def test_an_encoded_manifest_is_decoded(fields: dict[str, str | int], facts: dict[str, str], block_format: int) -> None:
     manifest = Manifest(fields, facts, block_format, "2026-11-22T15:04:05Z")
     try:
         data = encode_manifest(manifest)
@@ -46,18 +46,18 @@ def test_what_is_encoded_is_decoded(fields: dict[str, str | int], facts: dict[st
 
 @settings(max_examples=60)
 @given(st.binary(max_size=60) | st.sampled_from([b"{}", b"[" * 9999, b"null", b'{"manifest":1}', b"9" * 5000]))
-def test_a_pool_that_lies_is_told_from_a_manifest(data: bytes) -> None:
+def test_other_bytes_are_not_a_manifest(data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode_manifest(data, NAMESPACE.digest)
 
 
-def test_other_bytes_are_told_in_a_sentence() -> None:
+def test_the_error_for_other_bytes_is_one_sentence() -> None:
     with pytest.raises(ManifestError, match="the manifest is not JSON"):
         decode_manifest(b"?" * MANIFEST_BYTES, NAMESPACE.digest)
 
 
 @given(st.sampled_from(["manifest", "fields", "facts", "block_format", "written_at"]), st.data())
-def test_a_manifest_with_a_member_of_another_kind_is_refused(member: str, data: st.DataObject) -> None:
+def test_a_manifest_with_a_member_of_another_type_is_refused(member: str, data: st.DataObject) -> None:
     wrong = st.none() | st.floats() | st.booleans() | st.lists(st.integers()) | st.just({"model": None})
     value = {**MANIFEST.to_json(), member: data.draw(wrong)}
     with pytest.raises(ManifestError):
@@ -65,19 +65,19 @@ def test_a_manifest_with_a_member_of_another_kind_is_refused(member: str, data: 
 
 
 @pytest.mark.parametrize("field", ["model", "kv_dtype", "block_size", "tp_rank"])
-def test_nobody_can_say_of_a_namespace_what_is_not_true_of_it(field: str) -> None:
-    lie = replace(MANIFEST, fields={**MANIFEST.fields, field: "other"})
+def test_a_manifest_with_fields_of_another_namespace_is_refused(field: str) -> None:
+    wrong = replace(MANIFEST, fields={**MANIFEST.fields, field: "other"})
     with pytest.raises(ManifestError, match="have another digest than this namespace"):
-        decode_manifest(encode_manifest(lie), NAMESPACE.digest)
+        decode_manifest(encode_manifest(wrong), NAMESPACE.digest)
 
 
-def test_text_that_would_rule_a_terminal_is_refused() -> None:
+def test_text_that_controls_a_terminal_is_refused() -> None:
     value = {**MANIFEST.to_json(), "facts": {"name": "\x1b[2J"}}
     with pytest.raises(ManifestError, match="facts"):
         decode_manifest(json.dumps(value).encode(), NAMESPACE.digest)
 
 
-def test_facts_that_do_not_fit_are_left_out_and_fields_never() -> None:
+def test_facts_that_do_not_fit_are_omitted_but_fields_never_are() -> None:
     facts = {"name": "qwen", "bell": "\a", **{f"setting {i}": "x" * 390 for i in range(9)}}
     decoded = decode_manifest(encode_manifest(replace(MANIFEST, facts=facts)), NAMESPACE.digest)
     assert decoded.fields == MANIFEST.fields
@@ -87,12 +87,12 @@ def test_facts_that_do_not_fit_are_left_out_and_fields_never() -> None:
         encode_manifest(Manifest({f"field {i}": "x" * 390 for i in range(9)}))
 
 
-def test_its_digest_is_the_namespaces() -> None:
+def test_the_digest_is_that_of_the_namespace() -> None:
     assert (MANIFEST.digest, MANIFEST.block_size) == (NAMESPACE.digest, 64)
     assert Manifest(MANIFEST.fields, block_format=FORMAT_VERSION + 1).digest != NAMESPACE.digest
 
 
-def test_its_key_tells_the_namespace() -> None:
+def test_the_key_contains_the_namespace() -> None:
     key = manifest_key(NAMESPACE.digest)
     assert (key, parse_manifest_key(key)) == (f"kvstore-manifest/{NAMESPACE.digest}", NAMESPACE.digest)
     for other in (NAMESPACE.key(bytes(32)), NAMESPACE.digest, "kvstore-manifest/", f"{key}0"):
@@ -100,7 +100,7 @@ def test_its_key_tells_the_namespace() -> None:
             parse_manifest_key(other)
 
 
-def test_facts_tell_a_fine_tune_from_another_architecture(tmp_path: Path) -> None:
+def test_facts_distinguish_a_fine_tune_from_another_architecture(tmp_path: Path) -> None:
     for name, hidden in (("base", 64), ("tuned", 64), ("larger", 128)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": hidden, "_name_or_path": name}))

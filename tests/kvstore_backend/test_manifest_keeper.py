@@ -1,4 +1,4 @@
-"""The manifest comes into the pool when it is opened, and again where it was lost; a fault of it hurts nobody."""
+"""The manifest is written when a pool is opened, and again after a loss; a failed write raises nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = manifest_key(NAMESPACE.digest)
 
 
 class Broken(MemoryStore):
-    """Breaks its word: every put raises."""
+    """A store in which every put raises, which a store must not do."""
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         raise RuntimeError("the pool is broken")
@@ -47,7 +47,7 @@ def read_manifest(store: StorageBackend) -> Manifest | None:
     return decode_manifest(memory.content, NAMESPACE.digest) if status is Status.OK else None
 
 
-def test_opening_a_pool_leaves_the_namespaces_manifest(tmp_path: Path) -> None:
+def test_opening_a_pool_writes_the_manifest_of_the_namespace(tmp_path: Path) -> None:
     config = load_config("file", explicit={"path": str(tmp_path), "size": "1MiB"}, environ={})
     with open_pool(config, NAMESPACE, background=False, facts={"name": "qwen"}) as pool:
         assert pool.manifest.facts == {"name": "qwen"}
@@ -61,14 +61,14 @@ def test_opening_a_pool_leaves_the_namespaces_manifest(tmp_path: Path) -> None:
     assert json.loads(file.read_bytes())["fields"]["kv_dtype"] == "float32"
 
 
-def test_a_pool_for_a_moment_leaves_none(tmp_path: Path) -> None:
+def test_a_pool_that_is_opened_without_facts_writes_no_manifest(tmp_path: Path) -> None:
     config = load_config("file", explicit={"path": str(tmp_path), "size": "1MiB"}, environ={})
     with open_pool(config, NAMESPACE, background=False) as pool:
         assert pool.manifest.digest == NAMESPACE.digest
     assert list(tmp_path.glob("blocks/*/*")) == []
 
 
-def test_a_mooncake_pool_keeps_it_too(mooncake_master: MooncakeMaster) -> None:
+def test_a_mooncake_pool_stores_the_manifest(mooncake_master: MooncakeMaster) -> None:
     store = open_store(mooncake_master.config())
     try:
         assert read_manifest(store) is None
@@ -90,34 +90,34 @@ def test_a_manifest_that_was_lost_is_written_again(store: MemoryStore) -> None:
             store.remove([KEY])
         other = MemoryStore(1 << 20)
         keeper.attach_store(other)
-        wait_until(lambda: other.exists([KEY]) == [Status.OK], "the manifest in the store that was opened anew")
+        wait_until(lambda: other.exists([KEY]) == [Status.OK], "the manifest in the other store")
     finally:
         keeper.close()
 
 
-def test_a_pool_that_is_away_is_left_alone(store: MemoryStore) -> None:
-    keeper, asked = ManifestKeeper(MANIFEST, period=0.01), [0]
+def test_nothing_is_written_while_the_pool_is_not_ready(store: MemoryStore) -> None:
+    keeper, checks = ManifestKeeper(MANIFEST, period=0.01), [0]
 
     def is_ready() -> bool:
-        asked.append(1)
+        checks.append(1)
         return False
 
     keeper.watch_readiness(is_ready)
     keeper.attach_store(store)
     wait_until(lambda: store.exists([KEY]) == [Status.OK], "the manifest in the store that was just opened")
     store.remove([KEY])
-    wait_until(lambda: len(asked) > 2, "further looks")
+    wait_until(lambda: len(checks) > 2, "further checks")
     assert store.exists([KEY]) == [Status.ABSENT]
     keeper.close()
 
 
-def test_what_is_there_stays_as_it_was(store: MemoryStore) -> None:
+def test_a_stored_manifest_is_not_replaced(store: MemoryStore) -> None:
     assert write_manifest(store, MANIFEST)
     first = read_manifest(store)
     assert write_manifest(store, Manifest(MANIFEST.fields, {"name": "other"}))
     assert read_manifest(store) == first
 
 
-@pytest.mark.parametrize("store", [Broken(1 << 20), MemoryStore(16)], ids=["raises", "has no room"])
-def test_a_write_that_fails_hurts_nobody(store: MemoryStore) -> None:
+@pytest.mark.parametrize("store", [Broken(1 << 20), MemoryStore(16)], ids=["raises", "too small"])
+def test_a_write_that_fails_raises_nothing(store: MemoryStore) -> None:
     assert not write_manifest(store, MANIFEST)

@@ -47,7 +47,7 @@ TENSORS: Tensors = {"embed": ([4, 64], bytes(range(256))), "norm": ([8], b"normn
 
 
 @given(NAMESPACES, NAMESPACES)
-def test_digests_are_equal_exactly_where_namespaces_are(one: Namespace, other: Namespace) -> None:
+def test_digests_are_equal_only_if_the_namespaces_are_equal(one: Namespace, other: Namespace) -> None:
     assert (one.digest == other.digest) == (one == other)
 
 
@@ -67,19 +67,19 @@ def test_another_format_version_changes_the_digest(monkeypatch: pytest.MonkeyPat
 
 
 @given(NAMESPACES, NAMESPACES, st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
-def test_keys_are_equal_exactly_where_namespace_and_hash_are(
+def test_keys_are_equal_only_if_namespace_and_hash_are_equal(
     one: Namespace, other: Namespace, block: bytes, other_block: bytes
 ) -> None:
     assert (one.key(block) == other.key(other_block)) == ((one, block) == (other, other_block))
 
 
-def test_a_key_reads_as_documented() -> None:
+def test_a_key_has_the_documented_form() -> None:
     assert NAMESPACE.key(bytes(range(32))) == f"kv1-{NAMESPACE.digest}-{bytes(range(32)).hex()}"
     assert len(NAMESPACE.digest) == 32
 
 
 def test_digests_stay_the_same_from_release_to_release() -> None:
-    """What another release wrote to a pool is found again."""
+    """A release finds the blocks that another release stored."""
     assert NAMESPACE.digest == "51f2bd4ba4439d3a823c8cfa78d7e4e8"
 
 
@@ -108,7 +108,7 @@ def test_the_order_of_a_configs_keys_does_not_matter(tmp_path: Path) -> None:
     assert fingerprint_model(one) == fingerprint_model(two)
 
 
-def test_a_checkpoint_of_empty_tensors_is_a_model(tmp_path: Path) -> None:
+def test_a_checkpoint_of_empty_tensors_has_a_fingerprint(tmp_path: Path) -> None:
     assert len(fingerprint_model(checkpoint(tmp_path / "m", tensors={"bias": ([0], b"")}))) == 32
 
 
@@ -118,7 +118,7 @@ def test_a_copy_of_a_checkpoint_elsewhere_is_the_same_model(tmp_path: Path) -> N
     assert fingerprint_model(copied) == fingerprint_model(original)
 
 
-def test_where_a_config_came_from_does_not_matter(tmp_path: Path) -> None:
+def test_the_origin_of_a_config_does_not_matter(tmp_path: Path) -> None:
     one = checkpoint(tmp_path / "one", config={"hidden_size": 64, "_name_or_path": "a", "transformers_version": "4"})
     two = checkpoint(tmp_path / "two", config={"transformers_version": "5", "hidden_size": 64})
     assert fingerprint_model(one) == fingerprint_model(two)
@@ -159,23 +159,23 @@ def test_weights_of_other_formats_are_sampled(tmp_path: Path) -> None:
     assert fingerprint_model(base) != fingerprint_model(other)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model folder '{tmp_path}/none' does not exist"):
         fingerprint_model(tmp_path / "none")
 
 
-def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"model folder '{tmp_path}' has no config.json"):
         fingerprint_model(tmp_path)
 
 
-def test_a_folder_without_weights_is_refused_as_any_model_could_be_meant(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (checkpoint(tmp_path / "m") / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="has no weights"):
         fingerprint_model(tmp_path / "m")
 
 
-def test_a_folder_may_lack_weights_that_are_elsewhere(tmp_path: Path) -> None:
+def test_a_folder_may_lack_weights_if_they_are_not_needed(tmp_path: Path) -> None:
     (checkpoint(tmp_path / "m") / "model.safetensors").unlink()
     other = checkpoint(tmp_path / "other", config={"hidden_size": 8})
     (other / "model.safetensors").unlink()
@@ -190,7 +190,7 @@ def test_the_configuration_may_be_in_another_folder(tmp_path: Path) -> None:
     assert fingerprint_model(folder, tmp_path) == whole != fingerprint_model(folder, other)
 
 
-def test_a_folder_in_mistrals_format_counts_by_params_json(tmp_path: Path) -> None:
+def test_a_folder_in_the_format_of_mistral_is_identified_by_params_json(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", file="consolidated.safetensors")
     (folder / "config.json").rename(folder / "params.json")
     before = fingerprint_model(folder)
@@ -200,7 +200,7 @@ def test_a_folder_in_mistrals_format_counts_by_params_json(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("content", "sentence"), [("{", "is not JSON"), ("[1]", "must contain one JSON object")])
-def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, sentence: str) -> None:
+def test_the_error_names_a_config_that_cannot_be_used(tmp_path: Path, content: str, sentence: str) -> None:
     (checkpoint(tmp_path / "m") / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=f"config.json {sentence}"):
         fingerprint_model(tmp_path / "m")
@@ -222,13 +222,13 @@ def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, content: str, sen
         (28).to_bytes(8, "little") + b'{"a": {"data_offsets": [1]}}' + b"abc",
     ],
 )
-def test_a_broken_safetensors_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_the_error_names_a_broken_safetensors_file(tmp_path: Path, content: bytes) -> None:
     (checkpoint(tmp_path / "m") / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.safetensors is not a (complete )?safetensors file"):
         fingerprint_model(tmp_path / "m")
 
 
-def test_weights_that_changed_after_the_start_belong_to_one_process(
+def test_weights_that_changed_after_the_start_get_a_version_of_one_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = checkpoint(tmp_path / "m")
@@ -265,16 +265,16 @@ def swap_file(parent: Path) -> None:
     ],
     ids=["link", "folder", "file", "another file", "removed"],
 )
-def test_older_weights_that_took_the_place_of_those_that_were_loaded_count_as_changed(
+def test_older_files_that_replaced_the_loaded_weights_count_as_changed(
     tmp_path: Path, change: Callable[[Path], object], is_marked: bool
 ) -> None:
-    """Their files have not changed, only their names have."""
+    """Only the names of the files change, not their contents."""
     checkpoint(tmp_path / "v1")
     checkpoint(tmp_path / "v2")
     (tmp_path / "current").symlink_to("v1")
 
     def wait_for_later_times() -> float:
-        """The time of a new file, some steps of the kernel's clock after all before."""
+        """Wait until a new file has a later time than all older files; return that time."""
         before = time.time()
         while True:
             (tmp_path / "clock").touch()
@@ -288,17 +288,17 @@ def test_older_weights_that_took_the_place_of_those_that_were_loaded_count_as_ch
     assert (mark_changed_weights("", tmp_path / "current", age=time.time() - began) != "") is is_marked
 
 
-def test_a_process_began_before_its_own_files_and_after_older_ones(tmp_path: Path) -> None:
+def test_files_count_as_changed_only_if_they_are_newer_than_the_process(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     assert mark_changed_weights("", folder) != ""
-    ask = f"from kvstore_backend.namespace import mark_changed_weights as mark; print([mark('', {str(folder)!r})])"
-    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    assert asked.stdout.strip() == "['']"
+    code = f"from kvstore_backend.namespace import mark_changed_weights as mark; print([mark('', {str(folder)!r})])"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "['']"
 
 
 @pytest.mark.parametrize("rank", [0, 11])
 def test_weights_of_each_rank_of_a_divided_checkpoint_count(tmp_path: Path, rank: int) -> None:
-    """FastDeploy reads only these if there are any, also next to whole weights."""
+    """FastDeploy reads only these files if they exist, even next to undivided weights."""
     folders = [checkpoint(tmp_path / str(number)) for number in range(3)]
     for folder, content in zip(folders, (b"one", b"one", b"two"), strict=True):
         (folder / f"rank{rank}").mkdir()
@@ -309,10 +309,10 @@ def test_weights_of_each_rank_of_a_divided_checkpoint_count(tmp_path: Path, rank
 
 
 @given(content=st.binary(max_size=100))
-def test_whatever_a_safetensors_file_holds_it_is_a_model_or_a_config_error(
+def test_any_bytes_in_a_safetensors_file_give_a_fingerprint_or_a_config_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
-    folder = tmp_path_factory.getbasetemp() / "whatever"
+    folder = tmp_path_factory.getbasetemp() / "arbitrary"
     if not folder.exists():
         checkpoint(folder)
     header_length = max(0, len(content) - 20).to_bytes(8, "little")
@@ -335,7 +335,7 @@ def test_whatever_a_safetensors_file_holds_it_is_a_model_or_a_config_error(
         ),
     ],
 )
-def test_models_whose_other_settings_or_code_differ_are_told_apart(tmp_path: Path, name: str) -> None:
+def test_models_with_different_settings_or_code_have_different_fingerprints(tmp_path: Path, name: str) -> None:
     folders = [checkpoint(tmp_path / str(number)) for number in range(4)]
     for folder, content in zip(folders, ["{}", "{}", '{"a": 1}'], strict=False):
         (folder / name).write_text(content)
@@ -345,7 +345,7 @@ def test_models_whose_other_settings_or_code_differ_are_told_apart(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "README.md"])
-def test_files_that_change_no_kv_do_not_tell_models_apart(tmp_path: Path, name: str) -> None:
+def test_files_without_effect_on_kv_do_not_change_the_fingerprint(tmp_path: Path, name: str) -> None:
     one, two = (checkpoint(tmp_path / str(number)) for number in range(2))
     (two / name).write_text("{}")
     assert fingerprint_model(one) == fingerprint_model(two)
@@ -359,7 +359,7 @@ def checkpoint(
     file: str = "model.safetensors",
     index: str = "{}",
 ) -> Path:
-    """A folder as transformers would read it, small."""
+    """Create a small checkpoint in the layout of transformers."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config or {"hidden_size": 64}))
     (folder / "model.safetensors.index.json").write_text(index)
@@ -372,7 +372,7 @@ def checkpoint(
     return folder
 
 
-def test_a_key_is_taken_apart_into_what_it_was_made_of() -> None:
+def test_a_key_is_parsed_into_namespace_and_hash() -> None:
     block_hash = bytes(range(32))
     assert module.parse_key(NAMESPACE.key(block_hash)) == (bytes.fromhex(NAMESPACE.digest), block_hash)
 
@@ -393,6 +393,6 @@ def test_a_key_is_taken_apart_into_what_it_was_made_of() -> None:
         f"kv1-{'a' * 32}-{'b' * 64}é",
     ],
 )
-def test_any_other_text_is_no_key_of_a_block(text: str) -> None:
+def test_any_other_text_is_not_the_key_of_a_block(text: str) -> None:
     with pytest.raises(ValueError, match="is not the key of a block"):
         module.parse_key(text)

@@ -46,7 +46,7 @@ def test_a_namespace_has_the_tenant_that_the_configuration_names() -> None:
 
 
 class Recorder(MemoryStore):
-    """A memory store that notes the calls it gets, and whose answers a test may spoil."""
+    """A memory store that records its calls; a test can make its lookups fail."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -86,17 +86,17 @@ def load(pool: BlockPool, blocks: Sequence[bytes], targets: Sequence[Memory]) ->
     return count_leading(pool.get_blocks(blocks, [target.value for target in targets]))
 
 
-def loaded(pool: BlockPool, blocks: Sequence[bytes]) -> list[bytes]:
-    """The contents of the leading blocks that could be read."""
+def load_contents(pool: BlockPool, blocks: Sequence[bytes]) -> list[bytes]:
+    """Return the contents of the leading blocks that can be read."""
     targets = [Memory(NBYTES) for _ in blocks]
     return [target.content for target in targets[: load(pool, blocks, targets)]]
 
 
-def test_what_was_saved_is_found_and_loaded(pool: BlockPool) -> None:
+def test_saved_blocks_are_found_and_loaded(pool: BlockPool) -> None:
     blocks = hashes(3)
     assert save(pool, blocks) == [OK] * 3
     assert pool.lookup(blocks) == 3
-    assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+    assert load_contents(pool, blocks) == [block[:1] * NBYTES for block in blocks]
 
 
 @given(st.sets(st.integers(0, 9)))
@@ -104,27 +104,27 @@ def test_lookup_and_load_count_leading_blocks_only(present: set[int]) -> None:
     pool, blocks = BlockPool(MemoryStore(1 << 20), NAMESPACE), hashes(10)
     save(pool, [blocks[i] for i in sorted(present)])
     leading = next(i for i in range(11) if i not in present)
-    assert pool.lookup(blocks) == len(loaded(pool, blocks)) == leading
+    assert pool.lookup(blocks) == len(load_contents(pool, blocks)) == leading
 
 
-def test_a_lookup_asks_once_for_all_blocks(pool: BlockPool, store: Recorder) -> None:
+def test_a_lookup_makes_one_call_for_all_blocks(pool: BlockPool, store: Recorder) -> None:
     blocks = hashes(50)
     pool.lookup(blocks)
     assert store.calls == [("exists", [NAMESPACE.key(block) for block in blocks])]
 
 
-def test_no_blocks_are_found_saved_and_loaded_without_fuss(pool: BlockPool) -> None:
+def test_calls_without_blocks_return_empty_results(pool: BlockPool) -> None:
     assert (pool.lookup([]), pool.get_blocks([], []), pool.save([], [])) == (0, [], [])
 
 
-def test_an_answer_that_failed_counts_as_absent(pool: BlockPool, store: Recorder) -> None:
+def test_a_failed_answer_counts_as_absent(pool: BlockPool, store: Recorder) -> None:
     blocks = hashes(3)
     save(pool, blocks)
     store.exists_fails_for = {NAMESPACE.key(blocks[1])}
     assert pool.lookup(blocks) == 1
 
 
-def test_a_save_sends_only_what_the_pool_lacks(pool: BlockPool, store: Recorder) -> None:
+def test_a_save_puts_only_blocks_that_the_pool_lacks(pool: BlockPool, store: Recorder) -> None:
     blocks = hashes(4)
     save(pool, blocks[1:3])
     store.calls.clear()
@@ -133,14 +133,14 @@ def test_a_save_sends_only_what_the_pool_lacks(pool: BlockPool, store: Recorder)
     assert store.calls == [("exists", keys), ("put", [keys[0], keys[3]])]
 
 
-def test_a_save_sends_nothing_where_the_pool_could_not_say(pool: BlockPool, store: Recorder) -> None:
+def test_a_save_does_not_put_a_block_if_its_lookup_failed(pool: BlockPool, store: Recorder) -> None:
     blocks = hashes(3)
     store.exists_fails_for = {NAMESPACE.key(blocks[1])}
     assert save(pool, blocks) == [OK, FAILED, OK]
     assert pool.lookup(blocks) == 1
 
 
-def test_a_save_says_which_blocks_did_not_fit() -> None:
+def test_a_save_reports_blocks_that_did_not_fit() -> None:
     pool, blocks = BlockPool(MemoryStore(NBYTES - 1), NAMESPACE), hashes(2)
     assert save(pool, blocks) == [FAILED, FAILED]
 
@@ -151,11 +151,11 @@ def test_a_block_of_another_size_ends_the_load(pool: BlockPool, store: Recorder)
     store.remove([NAMESPACE.key(blocks[1])])
     short = Memory(NBYTES - 1)
     store.put([NAMESPACE.key(blocks[1])], [short.value])
-    assert len(loaded(pool, blocks)) == 1
+    assert len(load_contents(pool, blocks)) == 1
 
 
 @pytest.mark.parametrize("call", ["get_blocks", "put_blocks", "save"])
-def test_a_callers_mistake_raises(pool: BlockPool, call: str) -> None:
+def test_a_mistake_of_the_caller_raises(pool: BlockPool, call: str) -> None:
     memory = Memory(NBYTES)
     with pytest.raises(ValueError, match="2 keys but 1 values"):
         getattr(pool, call)(hashes(2), [memory.value])
@@ -175,12 +175,12 @@ def test_two_models_on_one_real_mooncake_pool_never_read_each_others_blocks(moon
     ):
         assert save(qwen, blocks[:5]) == [OK] * 5
         assert llama.lookup(blocks) == 0
-        assert loaded(llama, blocks) == []
+        assert load_contents(llama, blocks) == []
         sources = [Memory(b"L" * NBYTES) for _ in blocks]
         assert llama.save(blocks, [source.value for source in sources]) == [OK] * 8
         assert qwen.lookup(blocks) == 5
-        assert loaded(qwen, blocks) == [block[:1] * NBYTES for block in blocks[:5]]
-        assert loaded(llama, blocks) == [b"L" * NBYTES] * 8
+        assert load_contents(qwen, blocks) == [block[:1] * NBYTES for block in blocks[:5]]
+        assert load_contents(llama, blocks) == [b"L" * NBYTES] * 8
 
 
 def test_a_closed_pool_is_a_miss(pool: BlockPool) -> None:
@@ -189,7 +189,7 @@ def test_a_closed_pool_is_a_miss(pool: BlockPool) -> None:
     with pool:
         assert pool.health().ok
     assert pool.lookup(blocks) == 0
-    assert loaded(pool, blocks) == []
+    assert load_contents(pool, blocks) == []
     assert save(pool, blocks) == [FAILED, FAILED]
     assert not pool.health().ok
 
@@ -215,16 +215,16 @@ def test_each_backend_opens_its_store(tmp_path: Path, mooncake_master: MooncakeM
         store.close()
 
 
-def test_mooncake_is_the_default_where_it_can_be_loaded() -> None:
+def test_mooncake_is_the_default_if_it_can_be_loaded() -> None:
     assert default_backend() == "mooncake"
 
 
-def test_file_is_the_default_where_mooncake_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_the_default_if_mooncake_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     assert default_backend() == "file"
 
 
-def test_mooncake_where_it_cannot_be_loaded_says_what_to_install(
+def test_the_error_without_mooncake_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, mooncake_master: MooncakeMaster
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
@@ -243,13 +243,11 @@ def test_a_fast_tier_is_read_before_the_shared_store(tmp_path: Path, async_write
             wait_until(lambda: elsewhere.lookup(blocks) == 3, "the shared store to have the blocks")
         with contextlib.closing(open_store(PoolConfig(shared))) as bare:
             assert bare.remove([NAMESPACE.key(block) for block in blocks]) == [OK, OK, OK]
-        assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+        assert load_contents(pool, blocks) == [block[:1] * NBYTES for block in blocks]
 
 
 @pytest.mark.parametrize("async_write", [False, True], ids=["through", "back"])
-def test_what_the_shared_store_has_lost_is_saved_again_though_a_fast_tier_has_it(
-    tmp_path: Path, async_write: bool
-) -> None:
+def test_blocks_that_only_the_fast_tier_has_are_saved_again(tmp_path: Path, async_write: bool) -> None:
     shared = FileSettings(tmp_path / "shared", 64 << 20)
     config = PoolConfig(shared, async_write=async_write, fast=MemorySettings(1 << 20))
     blocks = hashes(3)
@@ -267,7 +265,7 @@ def test_what_the_shared_store_has_lost_is_saved_again_though_a_fast_tier_has_it
 @pytest.mark.parametrize(
     "more", [{}, {"async_write": True}, {"fast": "memory:?size=1MiB"}], ids=["plain", "async", "fast"]
 )
-def test_the_share_of_look_ups_that_hit_counts_none_but_those_of_readers(more: dict[str, object]) -> None:
+def test_the_metrics_of_lookups_count_only_those_of_readers(more: dict[str, object]) -> None:
     registry, blocks = CollectorRegistry(), hashes(4)
     config = load_config("memory", explicit={"size": "1MiB", **more}, environ={})
     with open_pool(config, NAMESPACE, registry, background=False) as pool:
@@ -275,7 +273,7 @@ def test_the_share_of_look_ups_that_hit_counts_none_but_those_of_readers(more: d
         assert save(pool, blocks) == [OK] * 4
         assert pool.flush_writes(10)
         assert pool.lookup(blocks) == 4
-        assert len(loaded(pool, blocks)) == 4
+        assert len(load_contents(pool, blocks)) == 4
     counted = {
         status: registry.get_sample_value("kvstore_blocks_total", {"operation": "exists", "status": status})
         for status in ("ok", "absent", "failed")
@@ -291,26 +289,26 @@ class TestOpening:
                 blocks = hashes(2)
                 assert not pool.is_ready
                 assert pool.lookup(blocks) == 0
-                assert loaded(pool, blocks) == []
+                assert load_contents(pool, blocks) == []
                 assert save(pool, blocks) == [FAILED, FAILED]
                 assert pool.wait_for_late_calls(0)
                 master.process.signal(signal.SIGCONT)
                 wait_until(lambda: pool.is_ready, "the pool to be joined")
                 assert save(pool, blocks) == [OK, OK]
-                assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+                assert load_contents(pool, blocks) == [block[:1] * NBYTES for block in blocks]
 
     def test_a_pool_opened_in_the_foreground_is_ready(self) -> None:
         with open_pool(load_config("memory", environ={}), NAMESPACE, background=False) as pool:
             assert pool.is_ready
             assert save(pool, hashes(2)) == [OK, OK]
 
-    def test_in_the_foreground_what_keeps_it_from_opening_is_raised(self, tmp_path: Path) -> None:
+    def test_an_error_of_an_opening_in_the_foreground_is_raised(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         config = replace(load_config("memory", environ={}), store=FileSettings(tmp_path / "file" / "pool", 1000))
         with pytest.raises(PoolUnavailable, match="cannot be used as a store"):
             open_pool(config, NAMESPACE, background=False)
 
-    def test_what_comes_from_the_pool_is_checked(self, tmp_path: Path) -> None:
+    def test_blocks_from_the_pool_are_checked(self, tmp_path: Path) -> None:
         config = load_config("file", explicit={"path": str(tmp_path), "size": "1MiB"}, environ={})
         with open_pool(config, NAMESPACE, background=False) as pool:
             blocks = hashes(1)
@@ -318,18 +316,18 @@ class TestOpening:
             (stored,) = tmp_path.glob("blocks/*/*.block")
             stored.write_bytes(stored.read_bytes()[:-1] + b"?")
             assert pool.lookup(blocks) == 1
-            assert loaded(pool, blocks) == []
+            assert load_contents(pool, blocks) == []
             assert pool.lookup(blocks) == 0
 
-    def test_with_a_registry_it_is_metered(self) -> None:
+    def test_a_pool_with_a_registry_has_metrics(self) -> None:
         registry = CollectorRegistry()
         with open_pool(load_config("memory", environ={}), NAMESPACE, registry, background=False) as pool:
             save(pool, hashes(3))
             assert registry.get_sample_value("kvstore_bytes_total", {"operation": "put"}) == 3 * NBYTES
             assert registry.get_sample_value("kvstore_breaker_open") == 0
         assert registry.get_sample_value("kvstore_breaker_open") == 1
-        told = {"backend": "memory", "tenant": "", "namespace": NAMESPACE.digest}
-        assert registry.get_sample_value("kvstore_pool_info", told) == 1
+        labels = {"backend": "memory", "tenant": "", "namespace": NAMESPACE.digest}
+        assert registry.get_sample_value("kvstore_pool_info", labels) == 1
 
     def test_asynchronous_writes_are_readable_at_once_and_counted(self) -> None:
         registry = CollectorRegistry()
@@ -337,7 +335,7 @@ class TestOpening:
         with open_pool(config, NAMESPACE, registry, background=False) as pool:
             blocks = hashes(3)
             assert save(pool, blocks) == [OK] * 3
-            assert loaded(pool, blocks) == [block[:1] * NBYTES for block in blocks]
+            assert load_contents(pool, blocks) == [block[:1] * NBYTES for block in blocks]
             wait_until(lambda: registry.get_sample_value("kvstore_write_queue_blocks") == 0, "the writes")
             assert registry.get_sample_value("kvstore_blocks_total", {"operation": "put", "status": "ok"}) == 3
 
@@ -354,7 +352,7 @@ def test_a_pool_may_move_to_another_namespace_with_its_manifest(tmp_path: Path) 
         assert pool.get_blocks([bytes(32)], [memory.value]) == [OK]
 
 
-def test_blocks_are_kept_for_any_time_that_is_not_negative() -> None:
+def test_keep_seconds_may_be_any_time_that_is_not_negative() -> None:
     store, source = WatchedStore(), Memory(NBYTES)
     pool = BlockPool(store, NAMESPACE)
     for seconds in (0.0, 0.5, 60.0):
@@ -365,10 +363,10 @@ def test_blocks_are_kept_for_any_time_that_is_not_negative() -> None:
 
 
 class TestLateCalls:
-    """Memory is the caller's again when a call returns: it returns when no late call touches it, and no sooner."""
+    """A call returns only after its late calls have ended, so that the caller owns the memory again."""
 
     @pytest.mark.parametrize("call", ["get_blocks", "put_blocks", "save"])
-    def test_a_call_that_failed_returns_when_what_was_given_up_has_ended(
+    def test_a_failed_call_returns_after_its_late_call_has_ended(
         self, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr("kvstore_backend.pool._WARN_AFTER_SECONDS", 0.01)
@@ -378,9 +376,9 @@ class TestLateCalls:
         pool, memory = BlockPool(guard, NAMESPACE), Memory(NBYTES)
         store.faults = [*[Fault.NOTHING] * (call == "save"), Fault.HANGS]
         with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(getattr(pool, call), hashes(1), [memory.value])
-            wait_until(lambda: caplog.text.count("still runs") > 1, "the warning, again and again")
-            assert not asked.done()
+            future = thread.submit(getattr(pool, call), hashes(1), [memory.value])
+            wait_until(lambda: caplog.text.count("still runs") > 1, "several warnings")
+            assert not future.done()
             store.go_on()
-            assert asked.result(30) == [FAILED]
+            assert future.result(30) == [FAILED]
         pool.close()

@@ -13,11 +13,11 @@ MODULES = ["kvstore_backend"] + [
     module.name for module in pkgutil.walk_packages(kvstore_backend.__path__, "kvstore_backend.")
 ]
 
-# Integrations may derive from a class of another engine, which is seldom installed here.
+# Integrations may derive from a class of another engine, which is usually not installed here.
 OTHER_ENGINES = {"sglang", "vllm"}
 
 
-def test_the_package_exports_what_its_users_need() -> None:
+def test_the_package_exports_these_names() -> None:
     assert sorted(kvstore_backend.__all__) == [
         "BlockPool",
         "ConfigError",
@@ -40,7 +40,7 @@ def test_the_package_exports_what_its_users_need() -> None:
     ]
 
 
-def test_all_names_exactly_what_a_module_defines_in_public() -> None:
+def test_all_lists_the_public_names_of_a_module() -> None:
     for name in MODULES:
         try:
             module = importlib.import_module(name)
@@ -69,7 +69,7 @@ def test_the_example_in_the_packages_documentation_works() -> None:
 
 
 def _defined_in(module: types.ModuleType) -> set[str]:
-    """Public classes and functions whose code stands in this module."""
+    """Return the public classes and functions that the module defines."""
     return {
         name
         for name, value in vars(module).items()

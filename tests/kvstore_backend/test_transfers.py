@@ -1,4 +1,4 @@
-"""Loads and saves on their way: outcomes come in time, blocks come back when nothing touches them any more."""
+"""Transfers: outcomes come in time, and blocks are released when no call can touch them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLEARED = b"\0" * NBYTES
 
 
 class KVMemory:
-    """Memory of blocks, as an engine has it."""
+    """An engine's memory of blocks."""
 
     def __init__(self) -> None:
         self._memory = Memory(NUM_BLOCKS * NBYTES)
@@ -54,8 +54,8 @@ class KVMemory:
 
 
 @dataclass
-class Heard:
-    """Events of one transfer, in the order they came."""
+class Listener:
+    """Records the events of one transfer in their order."""
 
     events: list[Outcome | str] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Heard:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome, waited for."""
+        """Wait for the outcome and return it."""
         wait_until(lambda: any(isinstance(event, Outcome) for event in self.events), "the outcome")
         return next(event for event in self.events if isinstance(event, Outcome))
 
@@ -112,11 +112,11 @@ def test_a_load_that_ends_in_time_releases_its_blocks_at_once(
     pool: BlockPool, memory: KVMemory, transfers: Transfers
 ) -> None:
     fill_pool(pool, HASHES)
-    heard = Heard()
-    transfers.load(HASHES, [7, 3, 5, 0], heard.on_end, heard.on_release)
-    outcome = heard.outcome
+    listener = Listener()
+    transfers.load(HASHES, [7, 3, 5, 0], listener.on_end, listener.on_release)
+    outcome = listener.outcome
     assert (outcome.count, outcome.is_released) == (4, True)
-    assert heard.events == ["released", outcome]
+    assert listener.events == ["released", outcome]
     assert [memory[block] for block in (7, 3, 5, 0)] == [right_bytes(block, NBYTES) for block in HASHES]
 
 
@@ -124,9 +124,9 @@ def test_a_load_counts_leading_blocks_and_clears_the_others(
     pool: BlockPool, memory: KVMemory, transfers: Transfers
 ) -> None:
     fill_pool(pool, [HASHES[0], HASHES[2]])
-    heard = Heard()
-    transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-    assert (heard.outcome.count, heard.outcome.is_released) == (1, True)
+    listener = Listener()
+    transfers.load(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+    assert (listener.outcome.count, listener.outcome.is_released) == (1, True)
     assert [memory[block] for block in range(4)] == [right_bytes(HASHES[0], NBYTES), CLEARED, CLEARED, CLEARED]
 
 
@@ -135,46 +135,46 @@ def test_a_save_that_ends_in_time_releases_its_blocks_at_once(
 ) -> None:
     for block, block_hash in enumerate(HASHES):
         memory.write(block, right_bytes(block_hash, NBYTES))
-    heard = Heard()
-    transfers.save(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-    outcome = heard.outcome
-    assert (outcome.count, heard.events) == (4, ["released", outcome])
+    listener = Listener()
+    transfers.save(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+    outcome = listener.outcome
+    assert (outcome.count, listener.events) == (4, ["released", outcome])
     assert pool.lookup(HASHES) == 4
 
 
 class TestDeciding:
-    """An engine may look first, and read fewer blocks, or none."""
+    """The engine's ``decide`` may read fewer blocks, or none."""
 
-    def test_as_many_leading_blocks_are_read_as_it_asks_for(
+    def test_a_load_reads_as_many_leading_blocks_as_decide_requests(
         self, pool: BlockPool, memory: KVMemory, transfers: Transfers
     ) -> None:
         fill_pool(pool, HASHES)
-        heard = Heard()
+        listener = Listener()
         transfers.load(
-            HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=lambda read_leading: read_leading(2)
+            HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release, decide=lambda read_leading: read_leading(2)
         )
-        assert heard.outcome.count == 2
+        assert listener.outcome.count == 2
         assert memory[1] == right_bytes(HASHES[1], NBYTES)
         assert memory[2] == b"\xee" * NBYTES
 
-    def test_it_may_read_none(self, memory: KVMemory, transfers: Transfers) -> None:
-        heard = Heard()
-        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=lambda _: 0)
-        assert (heard.outcome.count, heard.is_released) == (0, True)
+    def test_decide_may_read_no_block(self, memory: KVMemory, transfers: Transfers) -> None:
+        listener = Listener()
+        transfers.load(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release, decide=lambda _: 0)
+        assert (listener.outcome.count, listener.is_released) == (0, True)
         assert memory[0] == b"\xee" * NBYTES
 
-    def test_where_it_raises_nothing_is_loaded_and_the_blocks_come_back(
+    def test_an_error_in_decide_loads_nothing_and_releases_the_blocks(
         self, transfers: Transfers, caplog: pytest.LogCaptureFixture
     ) -> None:
         def decide(read_leading: ReadLeading) -> int:
-            raise RuntimeError("a look-up that fails")
+            raise RuntimeError("a lookup that fails")
 
-        heard = Heard()
-        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=decide)
-        assert (heard.outcome.count, heard.is_released) == (0, True)
+        listener = Listener()
+        transfers.load(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release, decide=decide)
+        assert (listener.outcome.count, listener.is_released) == (0, True)
         assert "Loading 4 blocks failed; they will be computed" in caplog.text
 
-    def test_it_runs_on_the_thread_of_loads(self, pool: BlockPool, memory: KVMemory) -> None:
+    def test_decide_runs_on_the_thread_of_loads(self, pool: BlockPool, memory: KVMemory) -> None:
         started: list[str] = []
         transfers = Transfers(
             pool,
@@ -188,52 +188,52 @@ class TestDeciding:
             names.append(threading.current_thread().name)
             return 0
 
-        heard = Heard()
-        transfers.load(HASHES[:1], [0], heard.on_end, heard.on_release, decide=decide)
-        assert heard.outcome.count == 0
+        listener = Listener()
+        transfers.load(HASHES[:1], [0], listener.on_end, listener.on_release, decide=decide)
+        assert listener.outcome.count == 0
         assert names == started
         assert names[0].startswith("pool-load")
 
 
 class TestLateCalls:
-    """A transfer that was given up ends in time; its blocks are released when no call touches them."""
+    """A transfer with a late call ends at its deadline; its blocks are released when the call has ended."""
 
-    def test_a_late_read_ends_in_time_and_its_blocks_come_back_cleared(
+    def test_a_late_load_ends_at_its_deadline_and_clears_its_blocks(
         self, pool: BlockPool, store: Held, memory: KVMemory, transfers: Transfers
     ) -> None:
         fill_pool(pool, HASHES)
         store.hold()
-        heard = Heard()
-        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        assert (heard.outcome.count, heard.outcome.is_released) == (0, False)
-        assert heard.events == [heard.outcome]
+        listener = Listener()
+        transfers.load(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        assert (listener.outcome.count, listener.outcome.is_released) == (0, False)
+        assert listener.events == [listener.outcome]
         store.let_go()
-        wait_until(lambda: heard.is_released, "the release")
-        assert heard.events == [heard.outcome, "released"]
-        assert [memory[block] for block in range(4)] == [CLEARED] * 4, "the late read wrote, and then it was cleared"
+        wait_until(lambda: listener.is_released, "the release")
+        assert listener.events == [listener.outcome, "released"]
+        assert [memory[block] for block in range(4)] == [CLEARED] * 4, "cleared after the late read"
 
-    def test_a_late_write_keeps_its_blocks_as_they_are(
+    def test_a_late_save_does_not_change_its_blocks(
         self, pool: BlockPool, store: Held, memory: KVMemory, transfers: Transfers
     ) -> None:
         for block, block_hash in enumerate(HASHES):
             memory.write(block, right_bytes(block_hash, NBYTES))
         store.hold()
-        heard = Heard()
-        transfers.save(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        assert (heard.outcome.count, heard.outcome.is_released) == (0, False)
+        listener = Listener()
+        transfers.save(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        assert (listener.outcome.count, listener.outcome.is_released) == (0, False)
         time.sleep(0.05)
-        assert not heard.is_released
+        assert not listener.is_released
         store.let_go()
-        wait_until(lambda: heard.is_released, "the release")
+        wait_until(lambda: listener.is_released, "the release")
         assert [memory[block] for block in range(4)] == [right_bytes(block, NBYTES) for block in HASHES]
-        wait_until(lambda: pool.lookup(HASHES) == 4, "the pool")
+        wait_until(lambda: pool.lookup(HASHES) == 4, "the blocks in the pool")
 
-    def test_transfers_after_a_late_one_end_at_once_and_keep_their_blocks_only_if_they_were_read_into(
+    def test_a_load_after_a_late_one_ends_at_once_and_releases_its_blocks(
         self, pool: BlockPool, store: Held, transfers: Transfers
     ) -> None:
         fill_pool(pool, HASHES)
         store.hold()
-        late, later = Heard(), Heard()
+        late, later = Listener(), Listener()
         transfers.load(HASHES, [0, 1, 2, 3], late.on_end, late.on_release)
         assert not late.outcome.is_released
         begun = time.monotonic()
@@ -246,19 +246,19 @@ class TestLateCalls:
     def test_each_transfer_is_released_once(self, pool: BlockPool, store: Held, transfers: Transfers) -> None:
         fill_pool(pool, HASHES)
         store.hold()
-        all_heard = [Heard() for _ in range(4)]
-        for number, heard in enumerate(all_heard):
+        listeners = [Listener() for _ in range(4)]
+        for number, listener in enumerate(listeners):
             start = transfers.load if number % 2 else transfers.save
-            start(HASHES[:1], [number], heard.on_end, heard.on_release)
-        assert [heard.outcome.count for heard in all_heard[1::2]] == [0, 0]
+            start(HASHES[:1], [number], listener.on_end, listener.on_release)
+        assert [listener.outcome.count for listener in listeners[1::2]] == [0, 0]
         store.let_go()
-        wait_until(lambda: all(heard.is_released for heard in all_heard), "the releases")
+        wait_until(lambda: all(listener.is_released for listener in listeners), "the releases")
         time.sleep(0.05)
-        assert [heard.events.count("released") for heard in all_heard] == [1] * 4
+        assert [listener.events.count("released") for listener in listeners] == [1] * 4
 
 
 class Buffers:
-    """Memory whose blocks pass through buffers of two blocks."""
+    """Memory with staging buffers of two blocks."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -314,7 +314,7 @@ class _Buffer:
 
 
 class TestBuffers:
-    """Memory may pass blocks through buffers: then those are set aside, and blocks come back with the outcome."""
+    """With staging buffers, a late call occupies a buffer, and the blocks are released with the outcome."""
 
     @pytest.fixture
     def buffers(self, memory: KVMemory) -> Buffers:
@@ -324,10 +324,12 @@ class TestBuffers:
     def transfers(self, pool: BlockPool, buffers: Buffers) -> Transfers:
         return Transfers(pool, buffers, lambda event: event())
 
-    def test_blocks_pass_in_parts(self, pool: BlockPool, memory: KVMemory, transfers: Transfers) -> None:
+    def test_blocks_pass_through_the_buffers_in_parts(
+        self, pool: BlockPool, memory: KVMemory, transfers: Transfers
+    ) -> None:
         for block in range(3):
             memory.write(block, right_bytes(HASHES[block], NBYTES))
-        saved, loaded = Heard(), Heard()
+        saved, loaded = Listener(), Listener()
         transfers.save(HASHES[:3], [0, 1, 2], saved.on_end, saved.on_release)
         assert saved.outcome.count == 3
         transfers.load(HASHES, [4, 5, 6, 7], loaded.on_end, loaded.on_release)
@@ -336,29 +338,29 @@ class TestBuffers:
         assert memory[7] == b"\xee" * NBYTES
 
     @pytest.mark.parametrize("call", ["load", "save"])
-    def test_a_late_call_keeps_its_buffer_and_no_block(
+    def test_a_late_call_occupies_its_buffer_and_no_block(
         self, pool: BlockPool, store: Held, buffers: Buffers, transfers: Transfers, call: str
     ) -> None:
         if call == "load":
             fill_pool(pool, HASHES)
         store.hold()
-        heard = Heard()
-        getattr(transfers, call)(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        assert (heard.outcome.count, heard.outcome.is_released) == (0, True)
-        assert heard.events == ["released", heard.outcome]
+        listener = Listener()
+        getattr(transfers, call)(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        assert (listener.outcome.count, listener.outcome.is_released) == (0, True)
+        assert listener.events == ["released", listener.outcome]
         (late,) = buffers.set_aside
         assert late not in [*buffers.taken_back, *buffers.free]
         store.let_go()
-        wait_until(lambda: late in buffers.taken_back, "the buffer")
+        wait_until(lambda: late in buffers.taken_back, "the buffer to be taken back")
         assert len(buffers.taken_back) == len(set(map(id, buffers.taken_back))), "each once"
 
 
-class TestLeaving:
-    def test_a_running_save_is_given_a_moment_and_the_rest_is_dropped(
+class TestClosing:
+    def test_close_waits_for_a_running_save_and_later_transfers_are_dropped(
         self, pool: BlockPool, store: Held, memory: KVMemory, transfers: Transfers
     ) -> None:
         fill_pool(pool, HASHES[:1])
-        first, second = Heard(), Heard()
+        first, second = Listener(), Listener()
         store.hold()
         transfers.save(HASHES[1:2], [0], first.on_end, first.on_release)
         assert store.waiting.wait(30)
@@ -368,24 +370,24 @@ class TestLeaving:
         transfers.save(HASHES[2:3], [1], second.on_end, second.on_release)
         transfers.load(HASHES[:1], [2], second.on_end, second.on_release)
         assert second.events == []
-        assert pool.lookup(HASHES) == 0, "the pool was left"
+        assert pool.lookup(HASHES) == 0, "the pool is closed"
 
-    def test_a_hung_save_does_not_keep_it(self, store: Held, transfers: Transfers) -> None:
+    def test_a_save_that_hangs_does_not_delay_the_close(self, store: Held, transfers: Transfers) -> None:
         store.hold()
-        heard = Heard()
-        transfers.save(HASHES[:1], [0], heard.on_end, heard.on_release)
+        listener = Listener()
+        transfers.save(HASHES[:1], [0], listener.on_end, listener.on_release)
         begun = time.monotonic()
         transfers.close(0.1)
         assert time.monotonic() - begun < 10
 
-    def test_whoever_waits_for_flushed_writes_hears_of_them(self, transfers: Transfers) -> None:
+    def test_the_callback_after_a_flush_is_called(self, transfers: Transfers) -> None:
         flushed = threading.Event()
         transfers.call_after_flush(flushed.set)
         assert flushed.wait(30)
 
 
 class Erratic(Wrapper):
-    """Now and then a transfer takes longer than its deadline, before its bytes move or after."""
+    """Delays some transfers beyond their deadline, before or after their bytes move."""
 
     def __init__(self, store: StorageBackend, chance: random.Random) -> None:
         super().__init__(store)
@@ -397,7 +399,7 @@ class Erratic(Wrapper):
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
         def get() -> list[Status]:
-            for target in targets:  # as a transport may that is cut off half-way
+            for target in targets:  # as an interrupted transport may do
                 for address, nbytes in target:
                     ctypes.memset(address, 0xFF, nbytes)
             return super(Erratic, self).get(keys, targets)
@@ -414,28 +416,25 @@ class Erratic(Wrapper):
 
 
 class TinyEngine:
-    """Sequences that share a few blocks of memory, and give them to others as soon as they may.
-
-    It keeps to the one rule that it knows: a reference on each block of a transfer until its release.
-    """
+    """Sequences that share a few blocks of memory; each block of a transfer has a reference until its release."""
 
     def __init__(self, pool: BlockPool, chance: random.Random) -> None:
         self.memory = KVMemory()
-        self.expected: dict[int, bytes] = {}  # contents of blocks that are a sequence's and under no transfer
+        self.expected: dict[int, bytes] = {}  # contents of blocks that a sequence has and no transfer uses
         self.references = [0] * NUM_BLOCKS
-        self.mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.saved: list[list[bytes]] = []
         self.num_late = 0
         self._chance = chance
-        self.transfers = Transfers(pool, self.memory.direct, self.mail.put)
+        self.transfers = Transfers(pool, self.memory.direct, self.posted.put)
 
-    def read_mail(self) -> None:
+    def run_posted(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self.mail.get_nowait()()
+                self.posted.get_nowait()()
 
     def take(self, count: int) -> list[int]:
-        """Free blocks, overwritten at once as their new owner does."""
+        """Take free blocks and overwrite them, as a new owner does."""
         free = [block for block, references in enumerate(self.references) if not references]
         blocks = self._chance.sample(free, min(count, len(free)))
         for block in blocks:
@@ -459,7 +458,7 @@ class TinyEngine:
             self.references[block] += 1
 
     def compute_and_save(self, hashes: list[bytes]) -> None:
-        """A sequence that computes blocks, saves them and is over."""
+        """Run a sequence that computes blocks, saves them and ends."""
         blocks = self.take(len(hashes))
         hashes = hashes[: len(blocks)]
         self.compute(blocks, hashes)
@@ -469,7 +468,7 @@ class TinyEngine:
         self.release(blocks)
 
     def load_and_run(self, hashes: list[bytes]) -> None:
-        """A sequence that loads blocks, computes those that did not come, and runs for a while."""
+        """Start a sequence that loads blocks and computes those that were not loaded."""
         blocks = self.take(len(hashes))
 
         def on_end(outcome: Outcome) -> None:
@@ -492,9 +491,9 @@ class TinyEngine:
         self.num_late += not outcome.is_released
 
     def check(self) -> None:
-        """Every block holds its owner's bytes."""
+        """Assert that every block has its owner's bytes."""
         for block, content in self.expected.items():
-            assert self.memory[block] == content, f"block {block} was touched by a call that was given up"
+            assert self.memory[block] == content, f"block {block} was changed by a late call"
 
     running: list[list[int]]
 
@@ -503,7 +502,7 @@ class TinyEngine:
 def test_no_late_call_touches_a_block_that_was_given_to_another_sequence(seed: int) -> None:
     chance = random.Random(seed)
     sound = CheckedBackend(MemoryStore(1 << 20))
-    # Delays around the checks and below them: late puts compute their checksums late, too.
+    # Two layers of delays, so that late puts also compute their checksums late.
     erratic = [Erratic(sound, random.Random(seed + 1))]
     erratic.append(Erratic(erratic[0], random.Random(seed + 2)))
     guarded = GuardedBackend(lambda: erratic[1], Deadlines(lookup_seconds=30, transfer_seconds=0.03))
@@ -513,7 +512,7 @@ def test_no_late_call_touches_a_block_that_was_given_to_another_sequence(seed: i
     conversations = [conversation(number, 4) for number in range(40)]
     until = time.monotonic() + 2.5
     while time.monotonic() < until:
-        engine.read_mail()
+        engine.run_posted()
         engine.check()
         (engine.compute_and_save if chance.random() < 0.5 else engine.load_and_run)(chance.choice(conversations))
         while len(engine.running) > 1:
@@ -525,13 +524,13 @@ def test_no_late_call_touches_a_block_that_was_given_to_another_sequence(seed: i
     engine.running.clear()
 
     def is_idle() -> bool:
-        engine.read_mail()
+        engine.run_posted()
         engine.release([block for blocks in engine.running for block in blocks])
         engine.running.clear()
         return not any(engine.references)
 
-    wait_until(is_idle, "all blocks to come back")
-    assert engine.num_late > 0, "no call was late, so nothing was tried"
+    wait_until(is_idle, "the release of all blocks")
+    assert engine.num_late > 0, "no call was late, so nothing was tested"
     for hashes in engine.saved:
         for block_hash in hashes:
             target = Memory(NBYTES)
@@ -542,50 +541,50 @@ def test_no_late_call_touches_a_block_that_was_given_to_another_sequence(seed: i
 
 
 class TestWithoutAThread:
-    """A machine that has no room for another thread, and transfers after the end."""
+    """Transfers for which no thread can run, and the end of the threads."""
 
     @pytest.fixture
-    def heard(self) -> Heard:
-        return Heard()
+    def listener(self) -> Listener:
+        return Listener()
 
     @pytest.mark.parametrize("begin", ["load", "save"])
-    def test_a_transfer_that_no_thread_can_make_ends_at_once_and_gives_its_blocks_back(
-        self, begin: str, transfers: Transfers, heard: Heard, monkeypatch: pytest.MonkeyPatch
+    def test_a_transfer_without_a_thread_ends_at_once_and_releases_its_blocks(
+        self, begin: str, transfers: Transfers, listener: Listener, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", fail)
-            getattr(transfers, begin)(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        assert heard.events == ["released", Outcome(0, 0.0, True)]
+            getattr(transfers, begin)(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        assert listener.events == ["released", Outcome(0, 0.0, True)]
 
     @pytest.mark.parametrize("begin", ["load", "save"])
-    def test_a_transfer_after_the_end_is_dropped(
-        self, begin: str, transfers: Transfers, heard: Heard, caplog: pytest.LogCaptureFixture
+    def test_a_transfer_after_the_close_is_dropped(
+        self, begin: str, transfers: Transfers, listener: Listener, caplog: pytest.LogCaptureFixture
     ) -> None:
         transfers.close()
-        getattr(transfers, begin)(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        assert not heard.events
+        getattr(transfers, begin)(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        assert not listener.events
         assert not caplog.messages
 
     @pytest.mark.parametrize("kind", ["load", "save"])
-    def test_a_transfer_whose_device_fails_as_it_is_asked_for_ends_at_once_and_gives_its_blocks_back(
-        self, pool: BlockPool, memory: KVMemory, heard: Heard, kind: str
+    def test_a_transfer_with_a_failing_device_ends_at_once_and_releases_its_blocks(
+        self, pool: BlockPool, memory: KVMemory, listener: Listener, kind: str
     ) -> None:
         def fail() -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         failing = DirectMemory(memory.values, lambda blocks: None, fail)
         begin = getattr(Transfers(pool, failing, lambda event: event()), kind)
-        begin(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        assert heard.events == ["released", Outcome(0, 0.0, True)]
+        begin(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        assert listener.events == ["released", Outcome(0, 0.0, True)]
 
-    def test_its_threads_end_with_it(self, pool: BlockPool, transfers: Transfers, heard: Heard) -> None:
+    def test_the_threads_end_at_the_close(self, pool: BlockPool, transfers: Transfers, listener: Listener) -> None:
         before = set(threading.enumerate())
-        transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        transfers.save(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release)
-        wait_until(lambda: len(heard.events) == 4, "the end of both")
+        transfers.load(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        transfers.save(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release)
+        wait_until(lambda: len(listener.events) == 4, "the end of both")
         ours = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pool-")}
         assert {thread.name for thread in ours} == {"pool-load-0", "pool-save-0"}
         transfers.close()
@@ -597,7 +596,7 @@ class TestWithoutAThread:
         transfers.close()
 
 
-def test_an_owner_that_cannot_be_told_keeps_no_later_transfer(
+def test_an_event_that_cannot_be_delivered_does_not_block_later_transfers(
     pool: BlockPool, memory: KVMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     posted: list[Callable[[], None]] = []
@@ -608,7 +607,7 @@ def test_an_owner_that_cannot_be_told_keeps_no_later_transfer(
             raise RuntimeError("the loop is closed")
         event()
 
-    transfers, first, second = Transfers(pool, memory.direct, post), Heard(), Heard()
+    transfers, first, second = Transfers(pool, memory.direct, post), Listener(), Listener()
     transfers.load(HASHES, [0, 1, 2, 3], first.on_end, first.on_release)
     transfers.load(HASHES, [0, 1, 2, 3], second.on_end, second.on_release)
     assert second.outcome.is_released
@@ -624,60 +623,60 @@ def test_transfers_of_one_direction_run_one_after_another(
     running, most = [0], [0]
     get, put = store.get, store.put
 
-    def counted(move: Callable[..., list[Status]]) -> Callable[..., list[Status]]:
+    def count_running(move: Callable[..., list[Status]]) -> Callable[..., list[Status]]:
         def call(*arguments: object) -> list[Status]:
             running[0] += 1
             most[0] = max(most[0], running[0])
-            time.sleep(0.01)  # others have the time to come in between
+            time.sleep(0.01)  # another transfer has time to run
             running[0] -= 1
             return move(*arguments)
 
         return call
 
-    store.get, store.put = counted(get), counted(put)  # type: ignore[method-assign]
+    store.get, store.put = count_running(get), count_running(put)  # type: ignore[method-assign]
     transfers = Transfers(pool, memory.direct, lambda event: event())
-    heard = [Heard() for _ in range(6)]
-    for number, each in enumerate(heard):
+    listeners = [Listener() for _ in range(6)]
+    for number, each in enumerate(listeners):
         getattr(transfers, begin)(conversation(number, 2), [2 * number, 2 * number + 1], each.on_end, each.on_release)
-    assert all(each.outcome.is_released for each in heard)
+    assert all(each.outcome.is_released for each in listeners)
     assert most == [1]
     transfers.close()
 
 
-def test_an_outcome_says_how_long_a_transfer_took(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outcome_has_the_duration_of_the_transfer(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 107.5])
     monkeypatch.setattr("kvstore_backend.transfers.time.monotonic", lambda: next(times, 107.5))
-    heard = Heard()
+    listener = Listener()
 
     def read_none(read_leading: ReadLeading) -> int:
         return 0
 
-    transfers.load(HASHES, [0, 1, 2, 3], heard.on_end, heard.on_release, decide=read_none)
+    transfers.load(HASHES, [0, 1, 2, 3], listener.on_end, listener.on_release, decide=read_none)
     deadline = threading.Event()
-    while not heard.events and not deadline.wait(0.01):
+    while not listener.events and not deadline.wait(0.01):
         pass
-    outcome = heard.events[-1]
+    outcome = listener.events[-1]
     assert isinstance(outcome, Outcome)
     assert (outcome.seconds, outcome.count) == (7.5, 0)
 
 
-def test_what_is_to_be_kept_is_kept_for_so_long(memory: KVMemory) -> None:
+def test_a_save_passes_keep_seconds_to_the_store(memory: KVMemory) -> None:
     store = WatchedStore()
-    transfers, kept, saved = (
+    transfers, pinned, saved = (
         Transfers(BlockPool(store, NAMESPACE), memory.direct, lambda event: event()),
-        Heard(),
-        Heard(),
+        Listener(),
+        Listener(),
     )
     transfers.save(HASHES, [0, 1, 2, 3], saved.on_end, saved.on_release)
     assert saved.outcome.count == 4
     assert not store.kept
-    transfers.save(HASHES, [0, 1, 2, 3], kept.on_end, kept.on_release, keep_seconds=60.0)
-    assert kept.outcome.count == 4
+    transfers.save(HASHES, [0, 1, 2, 3], pinned.on_end, pinned.on_release, keep_seconds=60.0)
+    assert pinned.outcome.count == 4
     assert store.kept == [(4, 60.0)]
     transfers.close()
 
 
-def test_useless_blocks_are_removed_although_somebody_has_just_read_them(memory: KVMemory) -> None:
+def test_blocks_are_removed_although_they_have_a_lease(memory: KVMemory) -> None:
     store = _Leased(MemoryStore(1 << 20))
     pool = BlockPool(store, NAMESPACE)
     transfers = Transfers(pool, memory.direct, lambda event: event())
@@ -688,7 +687,7 @@ def test_useless_blocks_are_removed_although_somebody_has_just_read_them(memory:
 
 
 class _Leased(Wrapper):
-    """A store all of whose values have just been read: it removes them by force alone."""
+    """A store in which every value has a lease, so that only a forced removal succeeds."""
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
         return super().remove(keys, force=force) if force else [Status.FAILED] * len(keys)

@@ -1,4 +1,4 @@
-"""Two configurations that do not share blocks, and two prompts: what differs is named, and nothing else."""
+"""Comparison of two configurations or two prompts: the verdict names the difference, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def manifest(facts: dict[str, str] | None = None, **fields: str | int) -> Manife
 
 
 @pytest.mark.parametrize(
-    ("other", "reason", "said"),
+    ("other", "reason", "text"),
     [
         (manifest(kv_dtype="float32"), "other_dtype", "'bfloat16' of A, 'float32' of B"),
         (manifest(block_size=16), "other_block_size", "64 of A, 16 of B"),
@@ -44,12 +44,12 @@ def manifest(facts: dict[str, str] | None = None, **fields: str | int) -> Manife
     ],
     ids=lambda value: value if isinstance(value, str) and value in REASONS else "",
 )
-def test_the_difference_is_named(other: Manifest, reason: str, said: str) -> None:
+def test_the_difference_is_named(other: Manifest, reason: str, text: str) -> None:
     verdict = compare_setups(manifest(), other, ("A", "B"))
-    assert (verdict.reason, said in verdict.sentence) == (reason, True), verdict.sentence
+    assert (verdict.reason, text in verdict.sentence) == (reason, True), verdict.sentence
 
 
-def test_a_setting_of_the_engine_is_named_where_the_checkpoint_is_one() -> None:
+def test_a_setting_of_the_engine_is_named_if_the_checkpoint_is_the_same() -> None:
     facts = {"checkpoint": "c", "setting hf_overrides": "{}", "setting dtype": "float16"}
     other = manifest({**facts, "setting hf_overrides": "{'rope': 2}"}, model="b")
     verdict = compare_setups(manifest(facts), other, ("A", "B"))
@@ -60,20 +60,20 @@ def test_a_setting_of_the_engine_is_named_where_the_checkpoint_is_one() -> None:
 
 
 @pytest.mark.parametrize("facts", [{}, {"name": "renamed"}, {"software": "engine 2"}])
-def test_equal_setups_share_blocks_whatever_their_facts(facts: dict[str, str]) -> None:
+def test_equal_setups_share_blocks_even_if_their_facts_differ(facts: dict[str, str]) -> None:
     assert compare_setups(manifest(), manifest(facts)).reason == "same_setup"
 
 
-def test_a_lie_in_the_facts_makes_no_difference_where_there_is_none() -> None:
-    lie = replace(manifest(), facts={"architecture": "other", "block_hashes": "vLLM"})
-    assert compare_setups(manifest(), lie).reason == "same_setup"
+def test_wrong_facts_make_no_difference_between_equal_setups() -> None:
+    wrong = replace(manifest(), facts={"architecture": "other", "block_hashes": "vLLM"})
+    assert compare_setups(manifest(), wrong).reason == "same_setup"
 
 
 TOKENS = st.lists(st.integers(0, 3), max_size=30)
 
 
 def encode(text: str) -> list[int]:
-    """A token for each character."""
+    """Return a token for each character."""
     return [ord(character) for character in text]
 
 
@@ -115,12 +115,12 @@ def test_the_kind_of_a_difference_is_named(first: str, second: str, kind: str) -
     assert first[:token] == second[:token]
 
 
-def test_the_place_and_the_words_that_differ_are_named() -> None:
+def test_the_position_and_the_texts_that_differ_are_named() -> None:
     verdict = compare_prompts(encode("Now: 15:04:05 UTC"), encode("Now: 15:04:09 UTC"), decode)
     assert verdict.details == {"token": 12, "kind": "a time of day", "first": "15:04:05", "second": "15:04:09"}
 
 
-def test_a_prompt_that_continues_another_and_an_equal_one_are_named() -> None:
+def test_continued_and_equal_prompts_are_recognised() -> None:
     assert compare_prompts([1, 2], [1, 2, 3]).reason == "continues"
     assert "the first prompt begins with all 2 tokens" in compare_prompts([1, 2, 3], [1, 2]).sentence
     assert compare_prompts([1, 2], [1, 2]).reason == "same_prompt"

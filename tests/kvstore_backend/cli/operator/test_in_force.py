@@ -144,9 +144,9 @@ def test_what_clear_removes_stays_removed(
 
     ended = kvstore("clear", *there, *NAMED)
     assert (ended.status, ended.errors) == (0, "")
-    traffic.instance.held.append(HASHES[0])
+    traffic.instance.cached.append(HASHES[0])
     traffic.wait_for_periods(PERIODS, check)
-    # Requests go on saving what they compute, and what is held of that is put again.
+    # Later requests can still save their blocks.
     wait_until(lambda: traffic.count(OTHERS) == len(OTHERS), "others' blocks")
 
 
