@@ -1,1 +1,1 @@
-"""What tests of every room need: free ports, waiting with a deadline, children ended by pid, a real pool."""
+"""Helpers of many tests: free ports, waits with a deadline, child processes, a real pool, simulated engines."""

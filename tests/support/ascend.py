@@ -1,4 +1,4 @@
-"""Stands in for a machine with Ascend cards: its files, its variables, and the name of its Mooncake."""
+"""Simulates a machine with Ascend cards: its files, its variables, and the name of its Mooncake package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AscendMachine"]
 
 
 class AscendMachine:
-    """A machine that has everything."""
+    """A simulated machine with everything that MindIE needs."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
@@ -35,10 +35,10 @@ class AscendMachine:
         self.install("mooncake-transfer-engine-npu")
 
     def install(self, wheel: str) -> None:
-        """Let this distribution of Mooncake be the one that is installed."""
+        """Make this package the only installed package of Mooncake."""
         for module in (ascend, checks):
             self._monkeypatch.setattr(module, "find_wheels", lambda: {wheel: "0.3.13"})
 
     def set_variable(self, name: str, value: str) -> None:
-        """Let this be in the environment."""
+        """Set an environment variable."""
         self._monkeypatch.setenv(name, value)

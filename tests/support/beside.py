@@ -1,4 +1,4 @@
-"""Work that goes on in a thread beside a block of a test or a benchmark."""
+"""Runs a function in a thread during a block of a test or a benchmark."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["working_beside"]
 
 @contextlib.contextmanager
 def working_beside(work: Callable[[threading.Event], object]) -> Iterator[None]:
-    """Run ``work`` in a thread while the block runs; an error of its own is raised at the block's end.
+    """Run ``work`` in a thread during the block. At the end of the block, raise the exception that ``work`` raised.
 
     Args:
-        work: is given the event that is set at the block's end, and returns soon after that.
+        work: gets an event that is set at the end of the block, and must then return soon.
     """
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as threads:

@@ -1,4 +1,4 @@
-"""A page in Debian's Chromium, whose script tells the test what it has found."""
+"""A page in Debian's Chromium. Its script sends its result to the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ await fetch("/found", {method: "POST", body: JSON.stringify(found)});
 
 
 def find_chromium() -> str:
-    """Chromium's program; without it the test that asks is skipped."""
+    """Return the path of Chromium; skip the test if it is not installed."""
     for program in PROGRAMS:
         if path := shutil.which(program):
             return path
@@ -34,7 +34,7 @@ def find_chromium() -> str:
 
 
 class Page:
-    """A page with one script, served at an origin of its own."""
+    """A page with one script. A server of its own serves it."""
 
     def __init__(self) -> None:
         self.script = ""
@@ -65,22 +65,22 @@ class Page:
 
     @property
     def origin(self) -> str:
-        """Its scheme, host and port."""
+        """The scheme, host and port of the page."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def run(self, script: str, folder: Path, *flags: str) -> Any:
-        """Open the page in Chromium with the body of an asynchronous function; return what that function returns."""
+        """Run the body of an asynchronous function in the page; return the function's result."""
         self.script = script
         command = [find_chromium(), "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--no-proxy-server", "--disable-background-networking", "--disable-component-update"]
-        # Without a port for debugging, it would end with its start.
+        # Without a port for debugging, Chromium ends immediately.
         command += ["--headless", "--remote-debugging-port=0", f"--user-data-dir={folder / 'profile'}", *flags]
         with child([*command, self.origin], folder / "chromium.log") as browser:
             browser.wait_for(lambda: self.found is not None, "the page's script")
         return self.found
 
     def close(self) -> None:
-        """Serve it no longer."""
+        """Stop the server of the page."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -88,7 +88,7 @@ class Page:
 
 @contextlib.contextmanager
 def open_page() -> Iterator[Page]:
-    """A ``Page`` that is served while the block runs."""
+    """Yield a page that is served during the block."""
     page = Page()
     try:
         yield page

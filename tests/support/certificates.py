@@ -1,4 +1,4 @@
-"""Certificates made for one test, by Debian's ``openssl``."""
+"""Certificates for a test, made with Debian's ``openssl``."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["Certificate", "make_certificate", "make_key"]
 
 
 class Certificate(NamedTuple):
-    """A certificate that is its own authority, and its key."""
+    """A self-signed certificate, and its key."""
 
     certfile: Path
     keyfile: Path
 
     def serve(self) -> ssl.SSLContext:
-        """The context of a server that has it."""
+        """Return the context of a server with this certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.certfile, self.keyfile)
         return context
 
     def trust(self) -> ssl.SSLContext:
-        """The context of a client that believes it, and no other one."""
+        """Return the context of a client that trusts only this certificate."""
         return ssl.create_default_context(cafile=self.certfile)
 
 
 def make_certificate(folder: Path, *names: str) -> Certificate:
-    """A certificate for ``names`` (of loopback by default), which whoever has the file may trust for a day."""
+    """Make a certificate for ``names``, by default those of loopback, that is valid for a day."""
     made = Certificate(folder / "cert.pem", folder / "key.pem")
     stated = ",".join(names or ("DNS:localhost", "IP:127.0.0.1"))
     _run_openssl(
@@ -44,7 +44,7 @@ def make_certificate(folder: Path, *names: str) -> Certificate:
 
 
 def make_key(path: Path, algorithm: str = "EC", *, password: str = "") -> None:
-    """A key that belongs to no certificate: of the certificates' algorithm, or of another, such as ED25519."""
+    """Make a key that belongs to no certificate: of the certificates' algorithm, or of another, such as ED25519."""
     curve = ("-pkeyopt", "ec_paramgen_curve:P-256") if algorithm == "EC" else ()
     encryption = ("-aes-256-cbc", "-pass", f"pass:{password}") if password else ()
     _run_openssl("genpkey", "-algorithm", algorithm, *curve, *encryption, "-out", str(path))

@@ -1,4 +1,4 @@
-"""A clear as instances see it, without the command."""
+"""Clears of a pool as instances detect them, without the command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["leave_mark", "looks", "wait_for_a_look"]
 
 
 def leave_mark(backend: StorageBackend, digest: str) -> None:
-    """Leave the mark of a new clear by way of ``backend``, as instances have it: with its headers, if it has any."""
+    """Write the mark of a new clear to the pool, through an instance's backend."""
     key = mark_key(digest)
     memory = Memory(make_mark(key)[HEADER_BYTES:].tobytes())
     backend.remove([key], force=True)
@@ -23,7 +23,7 @@ def leave_mark(backend: StorageBackend, digest: str) -> None:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
-    """Result of each look for a clear. Made before an instance, or a look that began earlier could find a mark."""
+    """Return a list that gets the result of each search for a clear. Use it before an instance starts to search."""
     told: list[bool | None] = []
     look = ClearMarks.look
 
@@ -36,9 +36,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
 
 
 def wait_for_a_look(looks: list[bool | None]) -> None:
-    """Wait until the instance has looked for its blocks, and then for a clear, after this call.
+    """Wait until the instance has checked its blocks, and then searched for a clear, after this call.
 
-    A loss is detected only if a look before it found the blocks.
+    An instance detects a loss only if an earlier check has found the blocks.
     """
     first = len(looks)
     wait_until(lambda: len(looks) >= first + 2, "two looks, the first of which may have begun before")

@@ -1,6 +1,6 @@
-"""Clocks of child processes that go wrong: a Python program whose ``time.time`` is ahead or behind, and is set anew.
+"""Wrong clocks in child processes: ``time.time`` of a Python program is ahead or behind, and a test can change it.
 
-Only the time of day is changed, which is what differs between machines, and what NTP sets; monotonic clocks are not.
+Only the time of day is wrong, because it differs between machines, and NTP sets it. Monotonic clocks are unchanged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["SkewedClock"]
 
-# Python loads a module of this name, found by PYTHONPATH, before all others.
+# Python imports a module of this name from PYTHONPATH before all other modules.
 _MODULE = """
 import time
 from pathlib import Path
@@ -28,23 +28,23 @@ time.time_ns = lambda: _time_ns() + int(_read() * 1e9)
 
 
 class SkewedClock:
-    """The clock of one program and of all that it starts."""
+    """The clock of a program and of its child processes."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         """
         Args:
-            folder: of the test's own.
-            seconds: how far it is ahead.
+            folder: a folder that only this test uses.
+            seconds: number of seconds that the clock is ahead.
         """
         folder.mkdir()
         self.env = {"PYTHONPATH": str(folder)}
-        """For the program's environment."""
+        """The variables for the program's environment."""
         self._file = folder / "seconds"
         self.set_ahead(seconds)
         (folder / "sitecustomize.py").write_text(_MODULE)
 
     def set_ahead(self, seconds: float) -> None:
-        """Set it anew."""
+        """Change the number of seconds that the clock is ahead."""
         new = self._file.with_suffix(".new")
         new.write_text(str(seconds))
         new.replace(self._file)

@@ -1,4 +1,4 @@
-"""Command lines of ours in manifests, units and pages: each is read by the parser of the program that it names."""
+"""Checks of our command lines in manifests, units and pages, with the parsers of the programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["check_command", "expand_variables"]
 
 
 def check_command(argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise unless the program that ``argv`` names would take the rest of it, and the environment."""
+    """Raise an error if the program in ``argv`` would refuse its arguments or the environment."""
     program, *arguments = argv
     program = program.rpartition("/")[2]
     if re.fullmatch(r"python3?", program):
@@ -33,17 +33,17 @@ def check_command(argv: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def expand_variables(text: str, values: Mapping[str, str]) -> str:
-    """``$(NAME)`` and ``${NAME}`` as Kubernetes and systemd expand them.
+    """Replace ``$(NAME)`` and ``${NAME}`` as Kubernetes and systemd do.
 
     Raises:
-        KeyError: a variable that nobody sets.
+        KeyError: a variable is not in ``values``.
     """
     return re.sub(r"\$(?:\((\w+)\)|\{(\w+)\})", lambda found: values[found[1] or found[2]], text)
 
 
 def _check_router(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     if arguments[:1] == ["epp"]:
-        arguments = arguments[1:]  # it takes the flags of the router
+        arguments = arguments[1:]  # the next word; the rest are flags of the router
     if arguments and arguments[0] in COMMANDS:
         return _check_console(arguments)
     settings = load_settings(list(arguments), environ)
@@ -52,7 +52,7 @@ def _check_router(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def _check_console(arguments: Sequence[str]) -> None:
-    """Every program there first reads its flags, and then makes its client of them, or reads files that they name."""
+    """Check a command of kvrouter. Each first parses its flags, and then makes a client, or reads files."""
     if arguments[0] == "replay":
         replay.make_parser().parse_args(arguments[1:])
         return
@@ -74,7 +74,7 @@ def _check_store(arguments: Sequence[str], _: Mapping[str, str]) -> None:
 
 
 def _check_store_command(arguments: Sequence[str]) -> None:
-    """Each command's ``run`` gets the flags; and there is ``--version``."""
+    """Check a command of kvstore. Each has a function ``run`` that gets the flags."""
     if arguments == ["--version"]:
         return
     command = dataclasses.replace(commands.COMMANDS[arguments[0]], run=lambda _: 0)
@@ -85,7 +85,7 @@ def _check_store_command(arguments: Sequence[str]) -> None:
 def _check_engine(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     args = parse_args(arguments, environ)
     if args.kvcache_storage_backend:
-        # Whether a machine has RDMA cards is known when it runs there.
+        # Only the machine that runs the command knows whether it has RDMA cards.
         with mock.patch("kvstore_backend.config.values.list_rdma_devices", return_value=["mlx5_0"]):
             load_config(args.kvcache_storage_backend, environ=environ)
 

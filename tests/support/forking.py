@@ -1,4 +1,4 @@
-"""A child that is forked in the middle of a test, as engines fork them: with all memory, and without the threads."""
+"""Runs a function in a forked child process, which has the memory of the test but not its threads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["in_forked_child"]
 
 
 def in_forked_child(call: Callable[[], str], deadline_s: float = 30.0) -> str:
-    """The answer of ``call`` in a forked child, or what it raised there; the child ends with it.
+    """Run ``call`` in a forked child; return its result, or the text of the exception that it raised.
 
     Raises:
-        AssertionError: the child did not answer within ``deadline_s``.
+        AssertionError: the child returned nothing within ``deadline_s``.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: there are threads, as is meant
+        warnings.simplefilter("ignore", DeprecationWarning)  # since Python 3.12, a fork with threads gives a warning
         pid = os.fork()
     if pid == 0:
         try:

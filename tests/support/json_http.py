@@ -1,4 +1,4 @@
-"""A small HTTP server of JSON, for stand-ins of instances and routers."""
+"""A small HTTP server with JSON bodies, for simulated instances and routers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Asked", "JsonServer"]
 
 
 class Asked(NamedTuple):
-    """A request; its body is None where it has none."""
+    """A request. Its body is None if it has none."""
 
     path: str
     headers: Message
@@ -21,16 +21,16 @@ class Asked(NamedTuple):
 
 
 class JsonServer(ThreadedServer):
-    """Answers GET and POST from its beginning until it is stopped, or its block ends.
+    """A server that responds to GET and POST until it is stopped, or its block ends.
 
     Args:
-        answer: the status and the JSON that a request gets; called on a thread of the request's.
-        port: 0: one that is free.
+        answer: returns the status and the JSON body of a response; called in a thread of the request.
+        port: the port of the server; 0 for a free one.
     """
 
     def __init__(self, answer: Callable[[Asked], tuple[int, object]], port: int = 0) -> None:
         class Handler(QuietHandler):
-            protocol_version = "HTTP/1.0"  # a connection ends with its answer, so none outlives the server
+            protocol_version = "HTTP/1.0"  # each connection ends with its response, so none remains after the server
 
             def do_GET(self) -> None:
                 self._answer(None)

@@ -1,7 +1,7 @@
-"""A mock of a Kubernetes API server: pods, listed and watched. There is no cluster where these tests run.
+"""A mock of a Kubernetes API server: lists and watches of pods. The tests have no real cluster.
 
-It is strict where a real one is: about paths, parameters, tokens, pages, and resource versions, of which it remembers
-the last ones only; and it answers a parameter that it does not know with 400, so that no mistake goes unnoticed.
+It is as strict as a real server about paths, parameters, tokens, pages and resource versions, of which it stores only
+the last ones. It refuses an unknown parameter with status 400, so that a test finds a wrong parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKEN = "service-account-token"
 
 
 def make_pod(name: str, ip: str = "127.0.0.1", **changes: Any) -> dict[str, Any]:
-    """A pod that is ready, as the API server has it.
+    """Return a ready pod, as the API server represents it.
 
     Args:
         changes: ``labels``, ``annotations``, ``ready``, ``port`` (None for no port), ``restarts``, ``terminating``.
@@ -60,15 +60,15 @@ class KubernetesApi:
     def __init__(self, folder: Path, certificate: Certificate | None = None, page: int = 1000) -> None:
         """
         Args:
-            folder: gets the files of a service account, as a pod has them.
-            certificate: with which it speaks HTTPS; none for plain HTTP, as ``kubectl proxy`` speaks.
-            page: the most pods that a list has at once.
+            folder: for the files of a service account, which a pod has.
+            certificate: the server's certificate for HTTPS; None for plain HTTP, as from ``kubectl proxy``.
+            page: maximum number of pods in a page of a list.
         """
         self.account = folder
         self.token = TOKEN
         self.lists = self.watches = 0
         self.refuses = 0
-        """The status with which it answers everything, if it is not 0."""
+        """The status of all responses; 0 for the usual responses."""
         self._page = page
         self._lock = threading.Lock()
         self._version = 100
@@ -91,7 +91,7 @@ class KubernetesApi:
         return f"{'https' if self._certificate else 'http'}://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Listen; at the port that it had before, if it had one."""
+        """Start the server, at its earlier port if it had one."""
         api = self
 
         class Handler(QuietHandler):
@@ -105,26 +105,26 @@ class KubernetesApi:
         self._server.start()
 
     def stop(self) -> None:
-        """Listen no more, and end all watches."""
+        """Stop the server, and end all watches."""
         if self._server is not None:
             self._server.stop()
             self._server = None
         self.end_watches()
 
     def put(self, pod: dict[str, Any]) -> None:
-        """A pod is there, or has changed."""
+        """Add or change a pod."""
         with self._lock:
             name = pod["metadata"]["name"]
             self._note("MODIFIED" if name in self._pods else "ADDED", pod)
             self._pods[name] = pod
 
     def delete(self, name: str) -> None:
-        """A pod is gone."""
+        """Delete a pod."""
         with self._lock:
             self._note("DELETED", self._pods.pop(name))
 
     def send_bookmark(self) -> None:
-        """Tell the watchers from which version on they may go on."""
+        """Send a bookmark: the version from which the watchers may continue."""
         with self._lock:
             self._version += 1
             event = {"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": str(self._version)}}}
@@ -132,14 +132,14 @@ class KubernetesApi:
                 watcher.put(event)
 
     def forget_history(self) -> None:
-        """Of what was before now, nothing is remembered: a watch from there on is 410 Gone."""
+        """Forget all earlier versions. The response to a watch from an earlier version is then 410 Gone."""
         with self._lock:
             self._version += 1
             self._oldest = self._version
             self._events.clear()
 
     def end_watches(self, last: dict[str, Any] | None = None) -> None:
-        """End all watches, as their time-out does; with this event before."""
+        """End all watches, as their timeout does, after the event ``last``."""
         with self._lock:
             watchers, self._watchers = self._watchers, []
         for watcher in watchers:
@@ -206,7 +206,7 @@ class KubernetesApi:
         request.send_header("content-type", "application/json")
         request.send_header("transfer-encoding", "chunked")
         request.end_headers()
-        if is_gone:  # as it is told by a real one: in the stream
+        if is_gone:  # a real server, too, reports this in the stream
             status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
             self._write_events(request, iter([{"type": "ERROR", "object": status}]))
         else:
@@ -215,7 +215,7 @@ class KubernetesApi:
     def _write_events(self, request: BaseHTTPRequestHandler, events: Iterator[dict[str, Any] | None]) -> None:
         for event in events:
             data = json.dumps(event).encode() + b"\n"
-            half = len(data) // 2  # an event may come in pieces
+            half = len(data) // 2  # an event may arrive in pieces
             for piece in (data[:half], data[half:]):
                 request.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
                 request.wfile.flush()

@@ -41,7 +41,7 @@ _DEADLINE_MS = 20_000
 
 
 class Subscriber:
-    """Receives numbered batches of one publisher, and requests them again."""
+    """A subscriber that receives the numbered batches of a publisher, and can request them again."""
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = "") -> None:
         self._context = zmq.Context()
@@ -53,7 +53,7 @@ class Subscriber:
             self._dealer.connect(replay_endpoint)
 
     def wait_for_connection(self, publish: Callable[[], None]) -> int:
-        """Let batches be published until one arrives; return its number. All later ones arrive then."""
+        """Call ``publish`` until a batch arrives, and return its number. All later batches arrive, too."""
         for _ in range(_DEADLINE_MS // 20):
             publish()
             if self._sub.poll(20):
@@ -85,13 +85,13 @@ class Subscriber:
 
 
 class EventPublisher:
-    """Publishes as an instance does, with all that can go wrong: it sends not all, forgets, restarts at its address."""
+    """A publisher like that of an instance. It can lose and forget batches, and restart at its address."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
         self.port = self.replay_port = 0
         self.dropped: set[int] = set()
-        """Numbers of batches that the next replay that has them leaves out, as a full socket does."""
+        """Numbers of the batches that the next replay omits, as a full socket does."""
         self.start()
 
     def start(self) -> None:
@@ -150,14 +150,14 @@ class EventPublisher:
                     return int(socket.bind_to_random_port("tcp://127.0.0.1"))
                 socket.bind(f"tcp://127.0.0.1:{port}")
                 return port
-            except zmq.ZMQError:  # the last process's sockets are closed in the background
+            except zmq.ZMQError:  # ZeroMQ closes the earlier sockets in the background
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
 
 
 @contextlib.contextmanager
 def event_publisher() -> Iterator[EventPublisher]:
-    """A publisher that has published nothing yet."""
+    """Yield a publisher that has published nothing."""
     context = zmq.Context()
     publisher = EventPublisher(context)
     try:
@@ -168,7 +168,7 @@ def event_publisher() -> Iterator[EventPublisher]:
 
 
 def apply_events(events: list[Event], known: set[BlockHash]) -> None:
-    """Update the hashes that a publisher is known to have."""
+    """Apply events to the set of hashes that a publisher is known to have."""
     for event in events:
         if isinstance(event, AllBlocksCleared):
             known.clear()
@@ -195,12 +195,12 @@ def _read_event(event: Event) -> Event:
 
 
 def import_vllms() -> Any:
-    """Import vLLM's module of KV events; skip the test if there is none."""
+    """Import vLLM's module of KV events; skip the test if vLLM is not installed."""
     return pytest.importorskip("vllm.distributed.kv_events", exc_type=ImportError)
 
 
 def import_sglangs() -> Any:
-    """Import SGLang's module without the rest of SGLang, which needs GPU kernels; skip the test if there is none."""
+    """Import SGLang's module of KV events without the rest, which needs a GPU; skip the test without SGLang."""
     package = importlib.util.find_spec("sglang")
     if package is None or not package.origin:
         pytest.skip("no SGLang is installed")

@@ -17,7 +17,7 @@ __all__ = ["MooncakeMaster", "find_master", "mooncake_master"]
 
 
 class MooncakeMaster:
-    """A running master and the addresses a client needs."""
+    """A running master, and the addresses that a client needs."""
 
     def __init__(self, process: Child, rpc_port: int, metadata_port: int, metrics_port: int) -> None:
         self.process = process
@@ -26,7 +26,7 @@ class MooncakeMaster:
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
 
     def settings(self, **changes: object) -> dict[str, object]:
-        """Values for ``load_config("mooncake", explicit=...)``, or for a ``mooncake_config.json``."""
+        """Return values for ``load_config("mooncake", explicit=...)``, or for a ``mooncake_config.json``."""
         return {
             "master_server_addr": self.address,
             "metadata_server": self.metadata_server,
@@ -38,17 +38,17 @@ class MooncakeMaster:
         }
 
     def config(self, **changes: object) -> PoolConfig:
-        """A configuration that joins this master's pool."""
+        """Return a configuration of a client of this master."""
         return load_config("mooncake", explicit=self.settings(**changes), environ={})
 
     def kill(self) -> None:
-        """End the master as a crash would."""
+        """Kill the master, as a crash does."""
         self.process.kill()
 
 
 @contextlib.contextmanager
 def mooncake_master(log: Path, *flags: str) -> Iterator[MooncakeMaster]:
-    """A master that answers; ``flags`` are added to its command line (``--default_kv_lease_ttl=200``)."""
+    """Run a master, with ``flags`` such as ``--default_kv_lease_ttl=200`` added to its command line."""
     rpc_port, metadata_port, metrics_port = free_ports(3)
     argv = [
         find_master(),
@@ -67,7 +67,7 @@ def mooncake_master(log: Path, *flags: str) -> Iterator[MooncakeMaster]:
 
 
 def find_master() -> str:
-    """Where ``mooncake_master`` is: beside this Python, where its wheel puts it, or on the PATH."""
+    """Return the path of ``mooncake_master``: in the folder of this Python, in its wheel, or on the PATH."""
     beside = Path(sys.executable).with_name("mooncake_master")
     found = str(beside) if beside.exists() else shutil.which("mooncake_master")
     assert found, "mooncake_master is not installed; pip install '/path/to/this/repository[mooncake]'"

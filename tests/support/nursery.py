@@ -1,5 +1,7 @@
-"""Runs a module or a script of ours as ``python`` does, in a process forked from one that has loaded what they need:
-loading torch and transformers takes an instance 4 s of computing, and the router a second; the tests start hundreds."""
+"""Runs our modules and scripts in forked processes that have imported large packages already.
+
+The import of torch and transformers takes 4 s of CPU time, and that of the router 1 s. Tests start hundreds of them.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ PRELOADED_WITH_TORCH = (*PRELOADED, "engine.api_server", "engine.serving.server"
 
 
 class ForkedProcess:
-    """As ``subprocess.Popen``, for a command that begins with ``[python, "-m", module]`` or ``[python, script]``."""
+    """A process like ``subprocess.Popen`` of ``[python, "-m", module, ...]`` or ``[python, script, ...]``."""
 
     def __init__(
         self, argv: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path | None
     ) -> None:
         """
         Args:
-            outputs: the files of standard output and standard error, to which it appends.
+            outputs: the files to which standard output and standard error are appended.
         """
         python, *words = argv
         assert python == sys.executable
         context = multiprocessing.get_context("forkserver")
-        # Tests that have loaded torch themselves are those that start instances.
+        # Only tests that have imported torch start instances.
         context.set_forkserver_preload(list(PRELOADED_WITH_TORCH if "torch" in sys.modules else PRELOADED))
         arguments = (words, outputs, dict(env), cwd or Path.cwd())
         self._process = context.Process(target=_run_program, args=arguments, daemon=True)
@@ -66,14 +68,14 @@ class ForkedProcess:
 def run_forked(
     argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 100.0
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run`` with both outputs captured, for a command as ``ForkedProcess`` takes it.
+    """Run a command of ``ForkedProcess``, and capture both outputs, like ``subprocess.run``.
 
     Args:
-        env: all of its environment; without it, ours.
+        env: the whole environment; by default, that of this process.
         timeout: in seconds.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer, and was killed.
+        subprocess.TimeoutExpired: the process took longer, and was killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
@@ -87,7 +89,7 @@ def run_forked(
 
 def _run_program(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[str, str], cwd: Path) -> None:
     os.setsid()
-    multiprocessing.current_process().daemon = False  # a program may start processes of its own
+    multiprocessing.current_process().daemon = False  # a program may start child processes
     for descriptor, path in enumerate(outputs, 1):
         with path.open("ab") as file:
             os.dup2(file.fileno(), descriptor)
@@ -101,5 +103,5 @@ def _run_program(words: Sequence[str], outputs: tuple[Path, Path], env: Mapping[
         runpy.run_path(words[0], run_name="__main__")
         return
     sys.argv[:] = rest
-    sys.modules.pop(rest[0], None)  # runpy loads it anew, and warns where it finds it loaded
+    sys.modules.pop(rest[0], None)  # runpy imports the module again, and would warn that it is imported
     runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""A receiver of spans: OTLP over HTTP in protobuf, as collectors take it, on a loopback port."""
+"""A receiver of spans on a loopback port: OTLP over HTTP in protobuf, as in a collector."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 NAMES_OF_OPENTELEMETRY = frozenset(
     value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_") and isinstance(value, str)
 )
-"""Attributes of OpenTelemetry's semantic conventions for GenAI, from its own package."""
+"""The attributes in OpenTelemetry's semantic conventions for GenAI, from its own package."""
 
 
 class ReceivedSpan(NamedTuple):
-    """A span as it came."""
+    """A received span."""
 
     name: str
     service: str
@@ -46,11 +46,11 @@ class ReceivedSpan(NamedTuple):
     attributes: dict[str, Any]
     events: dict[str, float]
     trouble: str | None
-    """The sentence of its status, where that is an error."""
+    """The message of the status, if the status is an error."""
 
 
 class OtlpReceiver:
-    """Keeps the spans that come; ``answer`` may be replaced by something that is slow, or refuses."""
+    """Stores the received spans. A test may replace ``answer``, for slow responses or refusals."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
@@ -72,30 +72,30 @@ class OtlpReceiver:
         self._server.start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the receiver."""
         self._server.stop()
 
     def take(self, body: bytes) -> None:
-        """Keep the spans of one request."""
+        """Store the spans in a request."""
         for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             resource = _read_attributes(of_resource.resource.attributes)
             for scope in of_resource.scope_spans:
                 self.spans += [_read_span(span, str(resource["service.name"])) for span in scope.spans]
 
     def find(self, **wanted: Any) -> list[ReceivedSpan]:
-        """The spans that have these fields, or attributes (with _ for .), by their beginning."""
+        """Return the spans with these fields or attributes (with _ for .), sorted by their start."""
         found = [span for span in list(self.spans) if all(_get(span, name) == wanted[name] for name in wanted)]
         return sorted(found, key=lambda span: span.start)
 
     def wait_for(self, count: int, **wanted: Any) -> list[ReceivedSpan]:
-        """As ``find``, once there are so many."""
+        """Wait until ``find`` returns at least this number of spans, and return them."""
         wait_until(lambda: len(self.find(**wanted)) >= count, f"{count} spans of {wanted}")
         return self.find(**wanted)
 
 
 @contextlib.contextmanager
 def receive_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
-    """A receiver to which tracers that are made in this process send their spans, soon after they end."""
+    """Yield a receiver that gets the spans of this process's tracers soon after their ends."""
     receiver = OtlpReceiver()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
@@ -105,12 +105,12 @@ def receive_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
 
 
 def list_genai_names(span: ReceivedSpan) -> set[str]:
-    """The span's attributes for GenAI."""
+    """Return the names of the span's attributes for GenAI."""
     return {name for name in span.attributes if name.startswith("gen_ai.")}
 
 
 def hide_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let OpenTelemetry's packages be as if they were not installed."""
+    """Make imports of OpenTelemetry's packages fail, as if they were not installed."""
     find_module = builtins.__import__
 
     def refuse(name: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A store in another process, told by the test what to do: for what processes share, and for killing one."""
+"""A store in another process, which a test controls and may kill."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Peer"]
 
 
 class Peer:
-    """Opens a store in a process of its own, which is killed when the ``with`` block is left.
+    """A process that opens a store. It is killed at the end of the ``with`` block.
 
-    A ``call`` waits for its answer; ``begin`` does not, for a call during which something happens to the process.
+    ``call`` waits for the result of a call. ``begin`` does not, so a test can kill the process during the call.
     """
 
     def __init__(self, open_backend: Callable[[], StorageBackend]) -> None:
@@ -44,11 +44,11 @@ class Peer:
         return cast(Status, self.call(_put, key, content))
 
     def get(self, key: str, nbytes: int) -> bytes | Status:
-        """The stored bytes, or why they could not be read."""
+        """Return the stored bytes, or the status if they cannot be read."""
         return cast("bytes | Status", self.call(_get, key, nbytes))
 
     def exists(self, key: str) -> Status:
-        """Whether one key is there."""
+        """Return the status of a key."""
         return cast(Status, self.call(_exists, key))
 
     def remove(self, key: str) -> Status:
@@ -56,31 +56,31 @@ class Peer:
         return cast(Status, self.call(_remove, key))
 
     def health(self) -> Health:
-        """What the store says of itself."""
+        """Return the health of the store."""
         return cast(Health, self.call(StorageBackend.health))
 
     def call(self, function: Callable[..., object], *arguments: object) -> Any:
-        """What ``function(backend, *arguments)`` returns over there; it must be a module's function."""
+        """Return the result of ``function(backend, *arguments)`` in the process; ``function`` must be picklable."""
         self.begin(function, *arguments)
         return self._mine.recv()
 
     def begin(self, function: Callable[..., object], *arguments: object) -> None:
-        """Start a call whose answer nobody waits for."""
+        """Start a call without waiting for its result."""
         self._mine.send((function, arguments))
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The id of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
     def kill(self) -> None:
-        """End the process with SIGKILL, as a crash would."""
+        """Kill the process, as a crash does."""
         self._process.kill()
         self._process.join()
 
     def wait(self, deadline_s: float = 30.0) -> int | None:
-        """Wait until the process ended by itself; its exit code, negative for a signal."""
+        """Wait until the process has ended; return its exit code, negative for a signal."""
         self._process.join(deadline_s)
         return self._process.exitcode
 

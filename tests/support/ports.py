@@ -1,8 +1,7 @@
-"""Ports that are free now, and that no other test is given for long.
+"""Free ports, which no other test gets for a long time.
 
-The system's own choice (``bind`` to port 0) is from the ports of connections' near ends: a server that starts there
-again after it was killed may find its port taken by anybody's connection. So ports are dealt out from below those, in
-turn over all test processes of the machine.
+If ``bind`` gets port 0, the system chooses one of the ports for outgoing connections. A server that restarts there may
+find its port in use by such a connection. So this module selects lower ports, in turn for all test processes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _DEALT = Path(tempfile.gettempdir()) / f"kvstore-tests-port-{os.getuid()}"
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different loopback TCP ports that nobody has at this moment."""
+    """Return ``count`` different TCP ports of loopback that are free now."""
     with _DEALT.open("a+") as dealt:
         fcntl.flock(dealt, fcntl.LOCK_EX)
         dealt.seek(0)
@@ -36,12 +35,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One loopback TCP port that nobody has at this moment."""
+    """Return a TCP port of loopback that is free now."""
     return free_ports(1)[0]
 
 
 def is_bindable(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether nobody has the port; connections that were closed do not count."""
+    """Return whether the port is free. Closed connections do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,7 +1,7 @@
-"""Children of a test: their output goes to a file, and they end by their own pid whatever happens.
+"""Child processes of a test. Their output goes to a file, and they always end with the test.
 
-Each leads a process group, so that what it started ends with it: Debian's Chromium is a shell script that waits for the
-browser, and would end alone.
+Each child leads a process group, so that its own children end with it. For example, Debian's Chromium is a shell script
+that waits for the browser, and would end without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Child", "child"]
 
 
 class Child:
-    """One running program; use ``child()`` to start one."""
+    """A running program; ``child`` starts it."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Child:
     ) -> None:
         """Start ``argv`` with stdout and stderr in ``log``; ``env`` is added to this process's environment.
 
-        A program of ours that ``is_forked`` has all it needs loaded already (``nursery``).
+        With ``is_forked``, one of our programs starts with its large packages already imported (``nursery``).
         """
         self.argv = [str(part) for part in argv]
         self.log = log
@@ -58,21 +58,21 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended (negative: by that signal), or ``None`` while it runs."""
+        """The exit code, negative for a signal; None while the program runs."""
         return self._process.poll()
 
     @property
     def output(self) -> str:
-        """What it wrote so far, stdout and stderr together."""
+        """The output so far, of stdout and stderr."""
         return self.log.read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
-        """Wait until ``condition`` is true; a child that ends first fails at once, with what it wrote."""
+        """Wait until ``condition`` is true. If the program ends first, fail with its output."""
 
         def ready_or_ended() -> bool:
             if condition():
@@ -83,11 +83,11 @@ class Child:
         wait_until(ready_or_ended, f"{what} of {self}", deadline_s)
 
     def wait(self, deadline_s: float = 60.0) -> int:
-        """Wait until it ended by itself; its exit code."""
+        """Wait until the program has ended; return its exit code."""
         return self._process.wait(deadline_s)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, such as ``SIGSTOP``, after which none of its threads runs any more."""
+        """Send a signal. After ``SIGSTOP``, wait until all threads have stopped."""
         self._process.send_signal(number)
         if number is signal.SIGSTOP:
             wait_until(self._is_stopped, "every thread to stop")
@@ -97,12 +97,12 @@ class Child:
         return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
     def kill(self) -> None:
-        """End it with SIGKILL, as a crash would, and reap it."""
+        """Kill the program, as a crash does, and wait for its end."""
         self._process.kill()
         self._process.wait()
 
     def stop(self, patience_s: float = 30.0) -> None:
-        """End it politely with SIGTERM, then with SIGKILL."""
+        """End the program with SIGTERM, and after ``patience_s`` with SIGKILL."""
         self._process.terminate()
         self._process.send_signal(signal.SIGCONT)
         try:
@@ -111,7 +111,7 @@ class Child:
             self.kill()
 
     def end_group(self) -> None:
-        """End what it left behind with SIGKILL, and wait until nothing of it lives."""
+        """Kill the remaining processes of the group, and wait until all have ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
             wait_until(lambda: not _list_living(self.pid), f"the end of all that {self} started")
@@ -126,7 +126,7 @@ def child(
     *,
     is_forked: bool = False,
 ) -> Iterator[Child]:
-    """A ``Child`` that has ended when the block is left, and with it all that it started."""
+    """Yield a ``Child``. At the end of the block, end it and its own children."""
     running = Child(argv, log, env, cwd, is_forked=is_forked)
     try:
         yield running
@@ -136,10 +136,10 @@ def child(
 
 
 def _list_living(group: int) -> list[int]:
-    """The processes of a group that run; those that ended and that nobody has reaped do not."""
+    """Return the running processes of a group, without zombies."""
     living = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             state, _, leader = stat.read_text().rpartition(")")[2].split()[:3]
             if int(leader) == group and state not in "ZX":
                 living.append(int(stat.parent.name))

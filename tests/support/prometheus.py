@@ -1,4 +1,4 @@
-"""Debian's Prometheus: a server of a test's own, and promtool."""
+"""Debian's Prometheus: a server for a test, and promtool."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ needs_prometheus = pytest.mark.skipif(
 
 
 class Sample(NamedTuple):
-    """One series' value."""
+    """The value of a series."""
 
     labels: dict[str, str]
     value: float
 
 
 class Prometheus:
-    """A running server."""
+    """A running Prometheus."""
 
     def __init__(self, process: Child, port: int) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
 
     def ask(self, query: str) -> list[Sample]:
-        """The value of an expression now."""
+        """Return the present values of an expression."""
         found = self._get("/api/v1/query", query=query)
         assert found["resultType"] == "vector", (query, found)
         return [Sample(each["metric"], float(each["value"][1])) for each in found["result"]]
 
     def list_alerts(self) -> list[dict[str, Any]]:
-        """The alerts that fire or are about to, each with its labels, annotations and state."""
+        """Return the pending and firing alerts, each with its labels, annotations and state."""
         alerts: list[dict[str, Any]] = self._get("/api/v1/alerts")["alerts"]
         return alerts
 
     def list_targets(self) -> list[dict[str, Any]]:
-        """All that is scraped."""
+        """Return all targets."""
         targets: list[dict[str, Any]] = self._get("/api/v1/targets")["activeTargets"]
         return targets
 
@@ -62,7 +62,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(folder: Path, config: Path) -> Iterator[Prometheus]:
-    """A server with this configuration, which listens on loopback and keeps its data in ``folder``."""
+    """Run Prometheus with this configuration, on loopback, with its data in ``folder``."""
     port = free_port()
     argv = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     argv += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
@@ -72,7 +72,7 @@ def prometheus(folder: Path, config: Path) -> Iterator[Prometheus]:
 
 
 def run_promtool(*arguments: str | Path) -> str:
-    """What promtool says; it must be content."""
+    """Return the output of promtool, which must succeed."""
     done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

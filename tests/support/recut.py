@@ -1,4 +1,4 @@
-"""A model's KV as one array, and plain slices of it under any sharding, to compare with what is gathered."""
+"""The KV of a model as one array, and its slices under any sharding, to compare with gathered blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WholeKV:
     """The KV of all heads at all tokens: ``[layer, kv, head, token, byte]``."""
 
     def __init__(self, array: NDArray[np.uint8], order: Sequence[int] = (0, 1, 2, 3, 4)) -> None:
-        """``order``: the axes of a block in memory, by their numbers in ``array``."""
+        """``order``: the order of the axes of ``array`` in the memory of a block."""
         self.array = array
         self.order = tuple(order)
 
@@ -29,7 +29,7 @@ class WholeKV:
         return len(self.array[0, 0])
 
     def block(self, sharding: Namespace, index: int) -> bytes:
-        """The bytes that the rank of ``sharding`` holds of one block."""
+        """Return the bytes of a block at the rank of ``sharding``."""
         if sharding.tp_size <= self.num_heads:
             heads = list(np.array_split(np.arange(self.num_heads), sharding.tp_size)[sharding.tp_rank])
         else:
@@ -39,7 +39,7 @@ class WholeKV:
 
 
 def store_blocks(pool: BlockPool, whole: WholeKV, token_ids: Sequence[int]) -> list[bytes]:
-    """Put all whole blocks of the pool's own rank and leave its marker; the hashes of the blocks."""
+    """Put all whole blocks of the pool's rank and its marker; return the hashes of the blocks."""
     sharding = pool.namespace
     hashes = extend_block_hashes([], token_ids, sharding.block_size, root_hash())
     memories = [Memory(whole.block(sharding, index)) for index in range(len(hashes))]
@@ -49,6 +49,6 @@ def store_blocks(pool: BlockPool, whole: WholeKV, token_ids: Sequence[int]) -> l
 
 
 def leave_marker(pool: BlockPool) -> None:
-    """What tells others that the pool's namespace lives."""
+    """Put the marker that shows other instances that the namespace is in use."""
     marker = Memory(b"{}")
     assert pool.stack.put([manifest_key(pool.namespace.digest)], [marker.value])[0]

@@ -1,4 +1,4 @@
-"""A real redis-server that a test may kill, stop and start again; it keeps nothing."""
+"""A real redis-server that a test may kill, stop and restart. It stores nothing on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="r
 
 
 class RedisServer:
-    """One server, always at the same port."""
+    """A server that always has the same port."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -27,7 +27,7 @@ class RedisServer:
         self._process: Child | None = None
 
     def start(self) -> None:
-        """Start it, empty, and wait until it answers."""
+        """Start the server, without data, and wait until it responds."""
         argv: list[str | Path] = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         self._process = Child([*argv, "--dir", self._folder], self._folder / "redis.log")
         self._process.wait_for(self._answers, "its start")
@@ -37,16 +37,16 @@ class RedisServer:
             return client.connect_ex(("127.0.0.1", self.port)) == 0
 
     def kill(self) -> None:
-        """End it as a crash does; its port refuses connections."""
+        """Kill the server, as a crash does. Its port then refuses connections."""
         assert self._process is not None
         self._process.kill()
 
     def hang(self) -> None:
-        """Let it answer nothing, while its port takes connections."""
+        """Stop the server: its port accepts connections, but it does not respond."""
         assert self._process is not None
         self._process.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on after ``hang``."""
+        """Let the server continue after ``hang``."""
         assert self._process is not None
         self._process.signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The registration of an instance at a router, as FastDeploy's send it."""
+"""The registration of an instance at a router, in FastDeploy's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["registration_fields"]
 
 
 def registration_fields(role: str, port: int) -> dict[str, Any]:
-    """The members of a registration by one that has this one port for all."""
+    """Return the members of a registration. The instance has one port for everything."""
     return {
         "role": role,
         "host_ip": "127.0.0.1",

@@ -1,4 +1,4 @@
-"""A checkpoint as the examples have one, in small: for tests of what instances do, not of how long they compute."""
+"""A checkpoint like that of the examples, but smaller, for tests that do not measure the duration of computations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALL: dict[str, Any] = {
 
 
 def write_few_words(folder: Path) -> Path:
-    """The checkpoint of ``engine.make_model`` in small: it answers in words, too, and takes a millisecond for each."""
+    """Write a small checkpoint of ``engine.make_model``. It generates words, too, and needs 1 ms for each."""
     with unittest.mock.patch.multiple(make_model, **_SMALL):
         make_model.make_model(folder)
     return folder

@@ -1,4 +1,4 @@
-"""How many values a store in memory has."""
+"""The number of values in a memory store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["count_keys"]
 
 
 def count_keys(store: StorageBackend) -> int:
-    """The number of values in a ``MemoryStore``, or in the one behind a stand-in."""
+    """Return the number of values in a ``MemoryStore``, or in the one behind a wrapper of a test."""
     memory = getattr(store, "_sound", store)
     assert isinstance(memory, MemoryStore)
     return len(memory._values)

@@ -1,12 +1,12 @@
-"""Stores that move bytes from and to registered memory alone, as Mooncake does over RDMA; over TCP it takes any memory.
+"""Stores that accept only registered memory, as Mooncake does over RDMA. Over TCP, Mooncake accepts any memory.
 
-The rules are those of Mooncake's transfer engine: every piece of a value lies in one registered region, from the
-beginning of the call to its end, else the value fails (-800); memory that overlaps a registered region is not
-registered a second time; who unregisters names the address that was registered.
+The rules are those of Mooncake's transfer engine. Each span of a value must be in one registered region during the
+whole call; otherwise the value fails (-800). Memory that overlaps a registered region cannot be registered again. A
+region is unregistered with the address that was registered.
 
-``StrictStore`` goes around any store. ``StrictClient`` stands in for Mooncake's native client: the real one moves the
-bytes, over TCP. ``use_strict_stores`` puts one of the two into every place that opens a store. ``Announcing`` is the
-caller's side: it registers what each call moves, for tests of which the memory is not the subject.
+``StrictStore`` wraps any store. ``StrictClient`` wraps Mooncake's native client, which transfers the bytes over TCP.
+``use_strict_stores`` applies one of the two wherever a store is opened. ``Announcing`` registers the memory of each
+call, for tests that do not register memory themselves.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Registered:
 
     def __init__(self) -> None:
         self.regions: dict[int, int] = {}
-        """Sizes, by address."""
+        """The sizes of the regions, by address."""
         self.complaints: list[str] = []
-        """What RDMA would have refused, in the order it came: a test asserts that there is none."""
+        """The uses that RDMA would have refused, in their order. A test asserts that there are none."""
         self._lock = threading.Lock()
 
     def add(self, address: int, nbytes: int) -> bool:
-        """Register a region; False where it overlaps another one."""
+        """Register a region; return False if it overlaps another one."""
         with self._lock:
             for start, size in self.regions.items():
                 if address < start + size and start < address + nbytes:
@@ -52,7 +52,7 @@ class Registered:
             return True
 
     def drop(self, address: int) -> bool:
-        """Unregister a region; False where none begins there."""
+        """Unregister a region; return False if none begins at this address."""
         with self._lock:
             if self.regions.pop(address, None) is None:
                 self._complain(f"unregistered {address:#x}, where no region begins")
@@ -60,7 +60,7 @@ class Registered:
             return True
 
     def holds(self, value: Sequence[tuple[int, int]], call: str) -> bool:
-        """Whether each piece of ``value`` lies in one region; if not, ``call`` is noted as having used it."""
+        """Return whether each span of ``value`` is in one region. If not, add a complaint about ``call``."""
         with self._lock:
             for address, nbytes in value:
                 if nbytes and not any(
@@ -70,24 +70,24 @@ class Registered:
                     return False
             return True
 
-    def _complain(self, what: str) -> None:
-        self.complaints.append(what)
+    def _complain(self, complaint: str) -> None:
+        self.complaints.append(complaint)
 
 
 class StrictStore(Wrapper):
-    """Answers ``FAILED`` for values outside registered memory, and passes on the others."""
+    """A wrapper that returns ``FAILED`` for values outside registered memory."""
 
     def __init__(self, store: StorageBackend, registered: Registered | None = None) -> None:
         super().__init__(store)
         self.registered = registered or Registered()
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Note the region before the store does."""
+        """Record the region, then register it at the store."""
         if self.registered.add(address, nbytes):
             super().register(address, nbytes, headroom=headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Forget the region before the store does."""
+        """Remove the region, then unregister it at the store."""
         if self.registered.drop(address):
             super().unregister(address, nbytes)
 
@@ -118,22 +118,22 @@ class StrictStore(Wrapper):
 
 
 class Announcing(Wrapper):
-    """Registers the memory of each put, keep and get for as long as the call runs, unless it is registered already."""
+    """A wrapper that registers the memory of each put, keep and get during the call, unless it is registered."""
 
     def __init__(self, store: StorageBackend) -> None:
         super().__init__(store)
         self._lock = threading.Lock()  # guards the next two
-        self._callers: dict[int, int] = {}  # what the caller registered: address -> size
+        self._callers: dict[int, int] = {}  # the sizes of the regions that the caller registered, by address
         self._in_use: Counter[Span] = Counter()
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Leave this memory to the caller from now on."""
+        """Record that the caller registers this memory itself."""
         with self._lock:
             self._callers[address] = nbytes
         super().register(address, nbytes, headroom=headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Register this memory by the call again."""
+        """Record that calls must register this memory again."""
         with self._lock:
             self._callers.pop(address, None)
         super().unregister(address, nbytes)
@@ -172,7 +172,7 @@ class Announcing(Wrapper):
 
 
 def _join_spans(values: Sequence[Value]) -> list[Span]:
-    """The memory of ``values`` in pieces that do not touch each other."""
+    """Return the memory of ``values`` as separate regions."""
     joined: list[Span] = []
     for address, nbytes in sorted(span for value in values for span in value if span[1]):
         if joined and address <= joined[-1].address + joined[-1].nbytes:
@@ -184,7 +184,7 @@ def _join_spans(values: Sequence[Value]) -> list[Span]:
 
 
 class StrictClient:
-    """Mooncake's native client, which refuses memory that it was not told of."""
+    """A wrapper of Mooncake's native client that refuses unregistered memory."""
 
     def __init__(self, native: Any, registered: Registered) -> None:
         self._native = native
@@ -194,26 +194,26 @@ class StrictClient:
         return getattr(self._native, name)
 
     def register_buffer(self, address: int, nbytes: int) -> int:
-        """0, or a negative code."""
+        """Return 0, or a negative code."""
         if not self._registered.add(address, nbytes):
             return _OVERLAPPED
         return int(self._native.register_buffer(address, nbytes))
 
     def unregister_buffer(self, address: int) -> int:
-        """0, or a negative code."""
+        """Return 0, or a negative code."""
         return int(self._native.unregister_buffer(address)) if self._registered.drop(address) else _NOT_REGISTERED
 
     def batch_put_from_multi_buffers(self, keys: Any, addresses: Any, sizes: Any, *config: Any) -> list[int]:
-        """The native client's codes, or -800 for each key where one value is not registered."""
+        """Return the native client's codes, or -800 for each key if a value is not in registered memory."""
         put = self._native.batch_put_from_multi_buffers
         return self._move("put", put, keys, addresses, sizes, *config)
 
     def batch_get_into_multi_buffers(self, keys: Any, addresses: Any, sizes: Any) -> list[int]:
-        """The native client's codes, or -800 for each key where one target is not registered."""
+        """Return the native client's codes, or -800 for each key if a target is not in registered memory."""
         return self._move("get", self._native.batch_get_into_multi_buffers, keys, addresses, sizes)
 
     def batch_upsert_from(self, keys: Any, addresses: Any, sizes: Any, *config: Any) -> list[int]:
-        """The native client's codes, or -800 for each key where one value is not registered."""
+        """Return the native client's codes, or -800 for each key if a value is not in registered memory."""
         pieces = [[address] for address in addresses], [[size] for size in sizes]
         if self._hold("keep", *pieces):
             return list(self._native.batch_upsert_from(keys, addresses, sizes, *config))
@@ -233,10 +233,10 @@ class StrictClient:
 
 
 def use_strict_stores(monkeypatch: pytest.MonkeyPatch) -> list[Registered]:
-    """From now on every store that this process opens insists on registered memory.
+    """Make each store that this process opens from now on refuse unregistered memory.
 
     Returns:
-        The regions of each client, in the order they were opened; the list grows.
+        The regions of each client, in the order in which they were opened. The list grows.
     """
     opened: list[Registered] = []
 

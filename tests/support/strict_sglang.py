@@ -1,10 +1,10 @@
-"""SGLang pairs that are stood in for, and check all that a router asks of them, by the rules of SGLang 0.5's sources.
+"""Simulated SGLang pairs that check each request of a router by the rules in the sources of SGLang 0.5.
 
-Both legs of a request have one body, with ``bootstrap_host`` and ``bootstrap_port`` of prefill and a
-``bootstrap_room``: a number of 63 bits, used once in the life of all instances; for a batch of prompts all three are
-lists. A leg waits for its partner in the room, however long, and says nothing before; it ends when its client leaves,
-or when ``/abort_request`` names its ``rid``.
-What breaks a rule is answered as SGLang would, and noted in ``violations``.
+The requests to prefill and decode have the same body, with ``bootstrap_host`` and ``bootstrap_port`` of prefill and a
+``bootstrap_room``: a number of 63 bits that is used only once. For a batch of prompts all three are lists. A request
+waits for the other request with its room, without a limit and without a response. It ends if its client leaves, or if
+``/abort_request`` has its ``rid``. For a request that violates a rule, the response is that of SGLang, and the rule is
+recorded in ``violations``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["StrictSglang"]
 
 ROOM_BITS = 63
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-# What a router may add to a request beside the rooms; or leave out, as SGLang's own is ``rid``.
+# Members that a router may add to a request in addition to the rooms, or omit, because SGLang's name is ``rid``.
 ADDED = {"stream_options", "return_token_ids", "rid", "request_id", *BOOTSTRAP}
 FOREIGN = {"disaggregate_info", "kv_transfer_params", "request_id"}
 
 
 @dataclass
 class _Room:
-    """What happens under one number: which legs have come, and what the first one's body was."""
+    """The state of a room: the requests that have arrived, and the body of the first one."""
 
     body: dict[str, Any]
     came: set[str] = field(default_factory=set)
@@ -40,16 +40,16 @@ class _Room:
 
 @dataclass
 class StrictSglang:
-    """Instances of SGLang that may be paired.
+    """Simulated instances of SGLang, which can form pairs.
 
     Attributes:
-        tells_prefill_cache: whether decode reports what prefill had cached, as 0.5 does, or what it was given.
-        asked: what clients asked, by the member ``number`` of their bodies; both legs must have all of it.
-        token_s: how long a token takes.
-        violations: rules that were broken, one sentence each.
-        transfers: prompts whose KV went from prefill to decode.
-        waiting: legs in a room whose partner has not come.
-        prefill_cached: by ``number``, the cached tokens of prefill.
+        tells_prefill_cache: whether decode reports prefill's cached tokens, as 0.5 does, or the received ones.
+        asked: the requests of clients, by the member ``number`` of the body; both instances must get all members.
+        token_s: duration of a token.
+        violations: violations of rules, one sentence each.
+        transfers: number of prompts whose KV was transferred from prefill to decode.
+        waiting: number of requests in a room without the other request.
+        prefill_cached: the cached tokens of prefill, by ``number``.
     """
 
     tells_prefill_cache: bool = True
@@ -65,7 +65,7 @@ class StrictSglang:
     _caches: dict[str, PrefixCache] = field(default_factory=dict)
 
     def serve(self, instance: StandIn, bootstrap_port: int = 8998) -> Behaviour:
-        """Have ``instance`` answer by its role; a prefill instance registers with this port."""
+        """Return the behaviour of ``instance``; a prefill instance registers with this port."""
         self._caches[instance.key] = PrefixCache()
         instance.told = {"engine": "sglang"}
         if instance.role == "prefill":
@@ -104,7 +104,7 @@ class StrictSglang:
         return behave
 
     async def _pair(self, instance: StandIn, asked: Asked, respond: Responder) -> None:
-        """One leg of a pair: waits for the other in each room, then answers, prefill one token."""
+        """Wait for the other request in each room, then respond; prefill generates one token."""
         if refusal := self._check_rooms(instance, asked):
             self.violations.append(f"{instance.role}: {refusal}")
             error = {"object": "error", "message": refusal, "type": "BadRequestError", "param": None, "code": 400}
@@ -139,7 +139,7 @@ class StrictSglang:
         return "decode" in room.came if is_prefill else room.prefilled.is_set()
 
     def _check_rooms(self, instance: StandIn, asked: Asked) -> str:
-        """Which rule the request breaks; '' if none; else its rooms are there."""
+        """Return the rule that the request violates; '' if none, and then its rooms exist."""
         body, count = asked.body, len(asked.prompts)
         missing = [name for name in BOOTSTRAP if body.get(name) is None]
         if missing:
@@ -192,7 +192,7 @@ class StrictSglang:
     async def _say(
         self, asked: Asked, respond: Responder, cached: int, aborted: asyncio.Event, tokens: int | None = None
     ) -> None:
-        """The answer, of which ``tokens`` at most; stopped when the client leaves."""
+        """Send the response, with at most ``tokens`` tokens, until the client leaves."""
         choices = [choice[:tokens] for choice in asked.generate()]
         if not asked.is_stream:
             await asyncio.sleep(self.token_s * max(map(len, choices)))

@@ -1,18 +1,18 @@
-"""vLLM pairs that are stood in for, and check all that a router asks of them, by the rules of vLLM 0.32's sources.
+"""Simulated vLLM pairs that check each request of a router by the rules in the sources of vLLM 0.32.
 
-A ``StrictVllm`` is a set of instances with one connector; what breaks a rule is answered as vLLM would, and noted in
-``violations``, which a test of a router wants empty at its end.
+A ``StrictVllm`` is a set of instances with one connector. For a request that violates a rule, the response is that of
+vLLM, and the rule is recorded in ``violations``. At the end of a test, there must be none.
 
-- NixlConnector: prefill's answer has ``kv_transfer_params``, a lease. Decode takes only such as were given out,
-  unchanged, once each, with prefill's own ``X-Request-Id``, before the lease ends and while that prefill lives.
-- MooncakeConnector: both legs have the same ``transfer_id``, never used before, and may run at once; decode names
-  prefill's engine id and its bootstrap server, and waits for a prefill leg that does not come.
-- ``kvstore``, our own: prefill is marked with ``do_remote_decode``, without which it answers before its blocks are in
-  the pool; decode has no parameters, and after prefill's answer finds the blocks in the pool.
+- NixlConnector: prefill's response has ``kv_transfer_params``, a lease. Decode accepts only parameters that prefill has
+  sent, unchanged, once each, with prefill's ``X-Request-Id``, before the lease ends and while prefill's process runs.
+- MooncakeConnector: the requests to prefill and decode have the same new ``transfer_id``, and may run at the same time.
+  Decode's request has prefill's engine id and bootstrap server, and waits for prefill's request without a limit.
+- ``kvstore``, our own: prefill's request has ``do_remote_decode``; otherwise prefill responds before its blocks are in
+  the pool. Decode's request has no parameters. After prefill's response, decode finds the blocks in the pool.
 
-Beside a connector's own parameters, or alone, ``kv_transfer_params`` may have ``prompt_token_ids``, which all APIs but
-completions take in place of what they would make of the messages (``renderers/online_renderer.py``): they are checked
-and taken out before a connector sees the rest.
+``kv_transfer_params`` may also have ``prompt_token_ids``, with or without the parameters of a connector. All APIs
+except completions use them as the prompt, in place of the messages (``renderers/online_renderer.py``). vLLM removes
+them before a connector gets the other parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREFILL_PARAMS: dict[Connector, dict[str, Any]] = {
     "mooncake": {"do_remote_decode": True, "do_remote_prefill": False},
 }
 NULLS = {"remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_request_id"}
-# What a router may add to a request beside the dialect's own parameters, or change.
+# Members that a router may add or change, in addition to the parameters of the dialect.
 ADDED = {"stream_options", "return_token_ids", "kv_transfer_params"}
 CUT = {"stream", "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stop", "ignore_eos", "n"}
 CUT |= {"stop_token_ids", "best_of", "background"}
@@ -48,7 +48,7 @@ FOREIGN = {"disaggregate_info", "bootstrap_host", "bootstrap_port", "bootstrap_r
 
 @dataclass
 class _Given:
-    """``kv_transfer_params`` as prefill gave them out."""
+    """``kv_transfer_params`` that prefill has sent."""
 
     params: dict[str, Any]
     request_id: str
@@ -61,19 +61,20 @@ class _Given:
 
 @dataclass
 class StrictVllm:
-    """Instances of vLLM around one connector.
+    """Simulated instances of vLLM with the same connector.
 
     Attributes:
-        is_marked: with ``kvstore``, whether prefill is marked: not where the router does not know the engine for vLLM.
-        lease_s: how long prefill keeps what decode does not fetch.
-        tells_prefill_cache: whether decode reports what prefill had cached, as 0.32 does, or what it was given.
-        asked: what clients asked, by the member ``number`` of their bodies; both legs must have all of it.
-        token_s: how long a token takes.
-        breaks: after how many events the next streams break off, one each.
-        violations: rules that were broken, one sentence each.
-        alone: requests that decode computed by itself, as they had no parameters.
-        transfers: requests whose KV went from prefill to decode.
-        prefill_cached: by ``X-Request-Id``, the cached tokens that prefill reported.
+        is_marked: with ``kvstore``, whether prefill's requests must have ``do_remote_decode``. False if the router does
+            not know that the engine is vLLM.
+        lease_s: seconds after which prefill frees KV that decode has not fetched.
+        tells_prefill_cache: whether decode reports prefill's cached tokens, as 0.32 does, or the received ones.
+        asked: the requests of clients, by the member ``number`` of the body; both instances must get all members.
+        token_s: duration of a token.
+        breaks: the numbers of events after which the next streams end, one for each stream.
+        violations: violations of rules, one sentence each.
+        alone: number of requests without parameters, which decode computed itself.
+        transfers: number of requests whose KV was transferred from prefill to decode.
+        prefill_cached: the cached tokens that prefill reported, by ``X-Request-Id``.
     """
 
     connector: Connector = "nixl"
@@ -98,7 +99,7 @@ class StrictVllm:
     _caches: dict[str, PrefixCache] = field(default_factory=dict)
 
     def serve(self, instance: StandIn, bootstrap: StandIn | None = None) -> Behaviour:
-        """Have ``instance`` answer by its role; for MooncakeConnector's prefill, ``bootstrap`` is its other port."""
+        """Return the behaviour of ``instance``; for prefill with MooncakeConnector, ``bootstrap`` is its other port."""
         behave = {"prefill": self._prefills, "decode": self._decodes, "mixed": self._computes}[instance.role](instance)
         self._caches[instance.key] = PrefixCache()
         instance.told = {"engine": "vllm", "kv_connector": self.connector}
@@ -111,7 +112,7 @@ class StrictVllm:
         return behave
 
     def restart(self, instance: StandIn) -> None:
-        """From now on ``instance`` is another engine: nothing that was given out is there any more."""
+        """Restart the engine of ``instance``: all its leases end."""
         self._engines[instance.key] = (instance, str(uuid.uuid4()))
         for given in self._given.values():
             given.is_gone |= given.instance is instance
@@ -119,7 +120,7 @@ class StrictVllm:
 
     @property
     def stranded(self) -> int:
-        """Leases that nobody took yet, and legs of MooncakeConnector that have no partner."""
+        """The number of unused leases and of MooncakeConnector's requests without the other request."""
         leases = sum(not (given.is_taken or given.is_gone) for given in self._given.values())
         return leases + len(self._sent.keys() - set(self._received))
 
@@ -166,7 +167,7 @@ class StrictVllm:
             elif params is None:
                 self.alone += 1
             elif _is_several(asked):
-                # The real one's engine dies of several prompts; of several samples only one may read the lease.
+                # The real engine fails with several prompts. Of several samples, only one may read the lease.
                 self.violations.append("decode: kv_transfer_params with several prompts or samples")
                 respond.cut()
                 return
@@ -213,7 +214,7 @@ class StrictVllm:
         return behave
 
     async def _read(self, request: Received, respond: Responder) -> Asked | None:
-        """What was asked; None if it was answered here, as it is not generation."""
+        """Return the request; None if it is not for generation and was answered here."""
         if request.target == "/version":
             await _answer(respond, b'{"version": "0.32.0"}')
             return None
@@ -240,7 +241,7 @@ class StrictVllm:
         return Asked.read(request.target, body)
 
     def _check_prefill(self, asked: Asked, request: Received) -> str:
-        """Which rule the request breaks; '' if none."""
+        """Return the rule that the request violates; '' if none."""
         body, request_id = asked.body, request.header("x-request-id")
         params = _read_params(asked)
         broken = ""
@@ -284,7 +285,7 @@ class StrictVllm:
         return ""
 
     def _check_unchanged(self, asked: Asked, free: set[str]) -> None:
-        """Note what a leg has other than its client said."""
+        """Record differences between a request and that of its client."""
         client = self.asked.get(str(asked.body.get("number")))
         if client is None:
             return
@@ -317,7 +318,7 @@ class StrictVllm:
         return params
 
     async def _fetch(self, params: Any, asked: Asked, request: Received) -> str:
-        """Why decode cannot have what prefill gave out; '' if it has it now; ``gone: ...`` where no rule was broken."""
+        """Fetch prefill's KV. Return '' or the reason for a failure, with ``gone:`` if no rule was violated."""
         given = self._given.get(params.get("remote_request_id", "")) if isinstance(params, dict) else None
         if given is None:
             return f"decode: kv_transfer_params that no prefill gave out: {params}"
@@ -337,7 +338,7 @@ class StrictVllm:
         return ""
 
     async def _pull(self, params: Any, asked: Asked, respond: Responder) -> str:
-        """As ``_fetch``, for MooncakeConnector; waits for prefill."""
+        """Fetch prefill's KV with MooncakeConnector, after prefill's request; return as ``_fetch`` does."""
         names = {"do_remote_decode", "do_remote_prefill", "transfer_id", "remote_engine_id", "remote_bootstrap_addr"}
         if not isinstance(params, dict) or params.keys() != names:
             return f"decode: kv_transfer_params are {params}, not {sorted(names)}"
@@ -372,7 +373,7 @@ class StrictVllm:
         await asyncio.sleep(self.token_s * tokens)
 
     async def _say(self, asked: Asked, request: Received, respond: Responder, cached: int) -> None:
-        """The answer, a token at a time; stopped when the client leaves, as vLLM is."""
+        """Send the response token by token, until the client leaves."""
         answer_id = f"{_prefix(asked)}{request.header('x-request-id') or uuid.uuid4().hex}"
         choices = asked.generate()
         if not asked.is_stream:
@@ -395,7 +396,7 @@ class StrictVllm:
 
 
 async def _fail_load(asked: Asked, respond: Responder) -> None:
-    """What vLLM says where KV does not come (``kv_load_failure_policy`` fail): in a stream after its 200."""
+    """Send vLLM's error for missing KV (``kv_load_failure_policy`` fail); in a stream, after the status 200."""
     error = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}
     if not asked.is_stream:
         await respond.answer(500, json.dumps({"error": error}).encode(), ("content-type", "application/json"))
@@ -418,7 +419,7 @@ async def _answer(respond: Responder, body: bytes) -> None:
 
 
 def _read_params(asked: Asked) -> Any:
-    """``kv_transfer_params`` as a connector sees them; None where there are none."""
+    """Return ``kv_transfer_params`` as a connector gets them; None if there are none."""
     params = asked.body.get("kv_transfer_params")
     if asked.path == "/v1/completions" or not isinstance(params, dict) or "prompt_token_ids" not in params:
         return params
@@ -426,13 +427,13 @@ def _read_params(asked: Asked) -> Any:
 
 
 def _find_forwarded_ids(path: str, body: dict[str, Any]) -> Any:
-    """The ids that stand in place of messages; None: there are none."""
+    """Return the token ids that replace the messages; None if there are none."""
     params = body.get("kv_transfer_params")
     return params.get("prompt_token_ids") if path != "/v1/completions" and isinstance(params, dict) else None
 
 
 def _are_ids(value: Any) -> bool:
-    """Whether vLLM takes them, or there are none."""
+    """Return whether vLLM accepts the ids, or there are none."""
     if value is None:
         return True
     return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)

@@ -1,4 +1,4 @@
-"""The strict stores find what they are for."""
+"""The strict stores detect uses of unregistered memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.strict_registration import Announcing, StrictStore, use_stric
 OK, FAILED = Status.OK, Status.FAILED
 
 
-def test_only_values_in_one_registered_region_each_are_moved() -> None:
+def test_a_value_must_be_in_one_registered_region() -> None:
     store, memory = StrictStore(MemoryStore(1 << 20)), Memory(100)
     store.register(memory.address, 50)
     inside, across = [Span(memory.address + 10, 40)], [Span(memory.address + 10, 41)]
@@ -30,7 +30,7 @@ def test_only_values_in_one_registered_region_each_are_moved() -> None:
     assert store.get(["a"], [inside]) == [FAILED]
 
 
-def test_memory_is_registered_once_and_unregistered_by_its_beginning() -> None:
+def test_memory_is_registered_once_and_unregistered_by_its_address() -> None:
     store, memory = StrictStore(MemoryStore(1 << 20)), Memory(100)
     store.register(memory.address, 50)
     store.register(memory.address + 49, 10)
@@ -39,7 +39,7 @@ def test_memory_is_registered_once_and_unregistered_by_its_beginning() -> None:
     assert store.registered.regions == {memory.address: 50}
 
 
-def test_a_caller_that_announces_its_memory_is_served() -> None:
+def test_registered_values_of_a_caller_are_stored() -> None:
     strict, memory = StrictStore(MemoryStore(1 << 20)), Memory(100)
     store = Announcing(strict)
     assert store.put(["a"], [memory.spans(10, 0, 90)]) == [OK]
@@ -50,7 +50,7 @@ def test_a_caller_that_announces_its_memory_is_served() -> None:
     assert not strict.registered.regions
 
 
-def test_every_store_that_is_opened_is_strict(
+def test_each_opened_store_is_strict(
     tmp_path: Path, mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = use_strict_stores(monkeypatch)

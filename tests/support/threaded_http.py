@@ -1,4 +1,4 @@
-"""Small HTTP servers of the standard library's in threads of their own, which say nothing and end at once."""
+"""Small HTTP servers of the standard library in threads of their own, without logs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["QuietHandler", "ThreadedServer"]
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Keeps connections, and writes no log."""
+    """A handler with persistent connections and without logs."""
 
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Nobody reads it."""
+        """Write no log."""
 
 
 class ThreadedServer(ThreadingHTTPServer):
-    """Listens on loopback from the beginning, and answers once it was started."""
+    """A server that listens on loopback at once, and responds after ``start``."""
 
     daemon_threads = True
     block_on_close = False
@@ -29,11 +29,11 @@ class ThreadedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), handler)
 
     def start(self) -> None:
-        """Answer, in a thread."""
+        """Start to respond, in a thread."""
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop the server."""
         self.shutdown()
         self.server_close()
 
@@ -41,6 +41,6 @@ class ThreadedServer(ThreadingHTTPServer):
         self.stop()
 
     def handle_error(self, *request: Any) -> None:
-        """That a client left, or was killed, is told to nobody."""
+        """Ignore that a client has left."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(*request)

@@ -1,4 +1,4 @@
-"""A stand-in for an instance whose speed is known."""
+"""A simulated instance with a known speed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["timed_instance"]
 
 @contextlib.contextmanager
 def timed_instance(token_seconds: float, *, context: int = 600, tokens_per_word: int = 1) -> Iterator[str]:
-    """The URL of a stand-in that takes so long for a token, and a while for each request.
+    """Run a simulated instance; yield its URL. Each token takes ``token_seconds``, and each request a fixed time.
 
     Args:
-        context: tokens of the longest prompt that it takes.
-        tokens_per_word: many let the noise of a busy machine vanish.
+        context: maximum number of tokens in a prompt.
+        tokens_per_word: with a large number, the noise of a busy machine has no effect.
     """
 
     def answer(request: Asked) -> tuple[int, object]:

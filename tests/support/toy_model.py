@@ -1,7 +1,7 @@
-"""What engines that are stood in for answer: a model of a hash, a tokenizer of words, and four APIs in vLLM's forms.
+"""The model of simulated engines: a hash function as model, a tokenizer of words, and four APIs in vLLM's formats.
 
-The next token is a function of all tokens before it, so a continued answer equals the undisturbed one only if whoever
-continued it gave back exactly the tokens that were there: by their ids, or by their text.
+The next token is a function of all tokens before it. So a continued response equals an uninterrupted one only if the
+continuation begins with exactly the earlier tokens, as ids or as text.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LIMITS = {
     "/v1/messages": "max_tokens",
 }
 PATHS = tuple(LIMITS)
-"""The paths that generate."""
+"""The paths for generation."""
 
 
 def encode(text: str) -> list[int]:
-    """The ids of a text: of each word its own."""
+    """Return the token ids of a text, one for each word."""
     return [
         int(word[1:]) if word[:1] == "w" and word[1:].isdigit() else VOCABULARY + zlib.crc32(word.encode()) % 50_000
         for word in text.split()
@@ -49,12 +49,12 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: Sequence[int]) -> str:
-    """The text of tokens that the model generated; each is a word with the space before it."""
+    """Return the text of generated tokens. Each is a word with the space before it."""
     return "".join(f" w{token}" for token in ids)
 
 
 def next_tokens(ids: Sequence[int], count: int) -> list[int]:
-    """What the model says after these tokens."""
+    """Return the tokens that the model generates after these."""
     said = list(ids)
     for _ in range(count):
         said.append(zlib.crc32(repr(said).encode()) % VOCABULARY)
@@ -62,18 +62,18 @@ def next_tokens(ids: Sequence[int], count: int) -> list[int]:
 
 
 def blocks_of(ids: Sequence[int]) -> list[int]:
-    """Names of the full blocks of a prompt; each covers all tokens before it too."""
+    """Return the hashes of the full blocks of a prompt. Each covers all tokens before its end."""
     return [zlib.crc32(repr(list(ids[:end])).encode()) for end in range(BLOCK, len(ids) + 1, BLOCK)]
 
 
 @dataclass
 class PrefixCache:
-    """The blocks that one instance has computed or been given."""
+    """The cached blocks of an instance."""
 
     blocks: set[int] = field(default_factory=set)
 
     def take(self, ids: Sequence[int]) -> int:
-        """How many of a prompt's tokens were there; now all full blocks are."""
+        """Return the number of cached tokens of a prompt, and add all its full blocks."""
         names = blocks_of(ids)
         found = next((at for at, name in enumerate(names) if name not in self.blocks), len(names))
         self.blocks.update(names)
@@ -82,7 +82,7 @@ class PrefixCache:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for generation, read as the engine would."""
+    """A request for generation, as the engine parses it."""
 
     path: str
     body: dict[str, Any]
@@ -90,25 +90,25 @@ class Asked:
 
     @classmethod
     def read(cls, path: str, body: dict[str, Any]) -> Asked:
-        """Of one of ``PATHS``."""
+        """Parse a request to one of ``PATHS``."""
         return cls(path, body, _read_prompts(path, body))
 
     @property
     def limit(self) -> int | None:
-        """The number of tokens that the request allows; chat has two names for it, of which the newer one counts."""
+        """The maximum number of generated tokens. Chat has two names for it; the newer one has priority."""
         newer = self.body.get("max_completion_tokens") if self.path == "/v1/chat/completions" else None
         limit: int | None = newer if newer is not None else self.body.get(LIMITS[self.path])
         return limit
 
     @property
     def limit_names(self) -> list[str]:
-        """The names under which the body has a limit."""
+        """The names of the limits in the body."""
         names = [LIMITS[self.path], *["max_completion_tokens"] * (self.path == "/v1/chat/completions")]
         return [name for name in names if name in self.body]
 
     @property
     def samples(self) -> int:
-        """Answers wanted of each prompt."""
+        """The number of choices for each prompt."""
         return int(self.body.get("n") or 1)
 
     @property
@@ -120,16 +120,16 @@ class Asked:
         return sum(map(len, self.prompts))
 
     def generate(self) -> list[list[int]]:
-        """The tokens of each choice."""
+        """Return the tokens of each choice."""
         count = DEFAULT_TOKENS if self.limit is None else self.limit
         return [next_tokens(prompt, count) for prompt in self.prompts for _ in range(self.samples)]
 
     def whole(self, answer_id: str, cached: int, choices: list[list[int]], **more: Any) -> bytes:
-        """The whole answer, with ``more`` beside what the API tells."""
+        """Return the response without streaming, with additional members ``more``."""
         return json.dumps({**self._whole(answer_id, cached, choices), **more}).encode()
 
     def events(self, answer_id: str, cached: int, choices: list[list[int]]) -> Iterator[str]:
-        """The events of a stream: what comes before the first token, each token of each choice, what comes after."""
+        """Yield the events of a stream: those before the first token, one for each token, those after the last."""
         forms = {"/v1/responses": self._responses_events, "/v1/messages": self._messages_events}
         yield from forms.get(self.path, self._openai_events)(answer_id, cached, choices)
 
@@ -239,7 +239,7 @@ class Asked:
 
 
 def answer_text(path: str, body: dict[str, Any]) -> str:
-    """The text that an undisturbed engine answers; of several choices the first."""
+    """Return the text of an uninterrupted response, of its first choice."""
     return decode(Asked.read(path, body).generate()[0])
 
 
@@ -252,7 +252,7 @@ def _read_prompts(path: str, body: dict[str, Any]) -> list[list[int]]:
         rest = {name: value for name, value in body.items() if name != "completion_token_ids"}
         return [[*_read_prompts(path, rest)[0], *body["completion_token_ids"]]]
     if path != "/v1/completions" and (given := (body.get("kv_transfer_params") or {}).get("prompt_token_ids")):
-        return [given]  # vLLM takes them in place of what it would make of the messages
+        return [given]  # vLLM uses them in place of the messages
     if path == "/v1/completions":
         prompt = body["prompt"]
         listed = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt

@@ -1,8 +1,8 @@
-"""Requests of a conversation trace, scaled down to the small model; and how much of each prompt was cached by two
-accounts: the usage that its client reads, and the log of the instance that computed it.
+"""Requests of a conversation trace, scaled down to the small model, and the cached tokens of each prompt from two
+sources: the usage in the response, and the log of the instance.
 
-A trace's ``hash_ids`` name blocks of a prompt; equal ones stand for equal text behind equal text. Here each is a few
-words, so prompts are shorter, but share prefixes as those of the trace do.
+The ``hash_ids`` of a trace are ids of the blocks of a prompt. Equal ids mean equal text after an equal prefix. Here
+each block is a few words, so prompts are shorter, but share the same prefixes as in the trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Row", "Told", "ask_row", "find_logged", "pick_conversations", "read_
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
-# Prompts of the others are one text to the engine, so that requests of one conversation share their prefix over them.
+# In the other APIs, the prompt is one text, so the requests of a conversation share their prefix across APIs.
 _OVER_CHAT = (_CHAT, _RESPONSES, _MESSAGES)
 _FINISHED = re.compile(
     r"request finished: request_id=(\S+) .*gpu_cache_token_num=(\d+) .*storage_cache_token_num=(\d+)"
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a client is told."""
+    """The figures in a response."""
 
     request_id: str
     path: str
@@ -47,12 +47,12 @@ class Told(NamedTuple):
 
 
 def read_trace(file: Path) -> list[Sequence[int]]:
-    """The ``hash_ids`` of each request."""
+    """Return the ``hash_ids`` of each request."""
     return [json.loads(line)["hash_ids"] for line in file.read_text().splitlines()]
 
 
 def pick_conversations(trace: Iterable[Sequence[int]], count: int, most_blocks: int) -> list[Row]:
-    """So many requests, in their order, of conversations of several turns; none of them longer than so many blocks."""
+    """Return ``count`` requests of conversations with several turns, in order, with at most ``most_blocks`` blocks."""
     turns: dict[int, list[tuple[int, Sequence[int]]]] = defaultdict(list)
     for number, hash_ids in enumerate(trace):
         if len(hash_ids) > 1:  # all begin with the same block
@@ -66,10 +66,10 @@ def pick_conversations(trace: Iterable[Sequence[int]], count: int, most_blocks: 
 
 
 def ask_row(url: str, row: Row, tokens_a_block: int) -> Told:
-    """Ask for a short answer to a prompt, in one of four APIs, streamed or not.
+    """Send a request for a short response, in one of four APIs, with or without streaming.
 
     Raises:
-        AssertionError: it is not answered, or its usages contradict each other.
+        AssertionError: the request fails, or its usages differ.
     """
     text = " ".join(_words_of(block, tokens_a_block) for block in row.hash_ids)
     is_stream = row.number % 2 == 1
@@ -92,7 +92,7 @@ def ask_row(url: str, row: Row, tokens_a_block: int) -> Told:
 
 
 def find_logged(logs: Iterable[str]) -> dict[str, int]:
-    """By requests' ids, how much of its prompt an instance says in its log that it had cached, or found in the pool."""
+    """Return the cached tokens of each request by its id, from a cache or the pool, as the logs report."""
     return {found[1]: int(found[2]) + int(found[3]) for log in logs for found in _FINISHED.finditer(log)}
 
 
@@ -101,7 +101,7 @@ def _words_of(block: int, count: int) -> str:
 
 
 def _read_usage(said: dict[str, Any]) -> list[tuple[int, int]]:
-    """Tokens of the prompt, and those that were cached, in an answer or in an event of one."""
+    """Return the prompt tokens and the cached tokens in a response or in an event."""
     assert not said.get("error"), said
     usage = said.get("usage") or (said.get("response") or {}).get("usage") or (said.get("message") or {}).get("usage")
     if not usage:

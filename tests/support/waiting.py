@@ -1,4 +1,4 @@
-"""Waiting for something to become true, instead of sleeping and hoping."""
+"""Waits until a condition is true, in place of sleeps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], what: str, deadline_s: float = 60.0, pause_s: float = 0.02) -> T:
-    """Call ``condition`` until it answers something true, and return that.
+    """Call ``condition`` until its result is true, and return the result.
 
     Raises:
-        AssertionError: ``deadline_s`` passed first; the message says ``what`` was waited for.
+        AssertionError: the result was not true within ``deadline_s``; the message has the text ``what``.
     """
     give_up_at = time.monotonic() + deadline_s
     while not (answer := condition()):
@@ -27,7 +27,7 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = 60.0, 
 
 
 def port_answers(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether somebody accepts TCP connections at ``host:port`` now."""
+    """Return whether TCP connections to ``host:port`` are accepted now."""
     try:
         socket.create_connection((host, port), timeout=1).close()
     except OSError:

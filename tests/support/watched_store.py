@@ -1,4 +1,4 @@
-"""A memory store that remembers what it is told beside keys and values."""
+"""A memory store that records the other arguments of its calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WatchedStore"]
 
 
 class WatchedStore(MemoryStore):
-    """For tests of what wrappers hand on."""
+    """A memory store for tests of the arguments that wrappers pass on."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -23,19 +23,19 @@ class WatchedStore(MemoryStore):
         """The number of keys and ``seconds`` of each call of ``keep``."""
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Remember it."""
+        """Record the call."""
         self.memory.append(("register", address, nbytes, headroom))
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Remember it."""
+        """Record the call."""
         self.memory.append(("unregister", address, nbytes, False))
 
     def keep(self, keys: Sequence[str], values: Sequence[Value], seconds: float) -> list[Status]:
-        """Remember how many, and for how long."""
+        """Record the number of keys, and the time."""
         self.kept.append((len(keys), seconds))
         return super().keep(keys, values, seconds)
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> list[Status]:
-        """Remember ``force``."""
+        """Record ``force``."""
         self.forced.append(force)
         return super().remove(keys, force=force)
