@@ -241,8 +241,7 @@ def make_merger(
         return None
     if not is_stream:
         return ResponseMerger(body)
-    keeps_prompt = not may_be_preempted and needs_prompt(engine)
-    return StreamMerger(body, keeps_prompt, nulls_ids=engine is EngineKind.VLLM)
+    return StreamMerger(body, keeps_prompt=not may_be_preempted and needs_prompt(engine))
 
 
 class LegMaker:

@@ -19,7 +19,7 @@ from asyncio import sleep
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from router.fleet import Instance
+from router.fleet import EngineKind, Instance
 from router.http import ApiError, ClientRequest, RequestEnded, TimedOut, UpstreamError
 from router.policies import RequestFeatures
 from router.serving.attempt import Attempt, AttemptOwner, LegFailed, Reached, StreamStalled, Trouble
@@ -348,6 +348,8 @@ class RetryLoop:
         engine = plan.selection.answering.registration.engine
         if response.merger is None:
             response.merger = make_merger(parsed, plan, may_be_resumed=services.settings.stream_resume_count > 0)
+        if isinstance(response.merger, StreamMerger):  # another attempt may use another engine
+            response.merger.nulls_ids = engine is EngineKind.VLLM
         own_id = request_id if self._timeline.tag else ""
         members = list_members(parsed, engine, response.merger, self.resumption, own_id)
         if response.token_count is not None:

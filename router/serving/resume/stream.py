@@ -64,6 +64,7 @@ class StreamMerger:
 
     __slots__ = (
         *(
+            "nulls_ids",
             "preempted",
             "_client_wants_ids",
             "_begun",
@@ -76,18 +77,20 @@ class StreamMerger:
         ),
         *("_is_chat", "_offset", "_prompt_tokens", "_reasoning", "_resent", "_segment", "_shown", "_withheld"),
         *("_is_done", "_is_finished", "_has_usage", "_expected", "_keeps_prompt", "_prompt", "_texts", "_cached"),
-        *("_last_count", "_nulls_ids", "_template", "_templates_left", "_usual"),
+        *("_last_count", "_template", "_templates_left", "_usual"),
     )
 
-    def __init__(self, body: InferenceBody, keeps_prompt: bool = False, nulls_ids: bool = False) -> None:
+    def __init__(self, body: InferenceBody, keeps_prompt: bool = False) -> None:
         """
         Args:
             body: the body of the client's request.
             keeps_prompt: whether the ids of the prompt and the text are stored, because the engine needs them to
                 continue.
-            nulls_ids: whether the engine writes null in place of ids that the client has not requested, as vLLM does.
         """
         self.preempted = False
+        self.nulls_ids = False
+        """Whether the engine of the present segment writes null in place of ids that nobody has requested, as vLLM does.
+        The caller sets this."""
         self._body = body
         self._client_wants_ids = bool(body.members.get("return_token_ids"))
         self._segment = 0
@@ -108,7 +111,6 @@ class StreamMerger:
         # Which parts of the stream's end the client has: the finish reason, the usage, [DONE].
         self._is_finished = self._has_usage = self._is_done = False
         self._keeps_prompt = keeps_prompt
-        self._nulls_ids = nulls_ids
         self._prompt = b""  # the ids of the prompt as a JSON array, if ``keeps_prompt``
         self._texts: list[str] = []  # the text that the client has, if ``keeps_prompt``
         self._template: EventTemplate | None = None
@@ -235,7 +237,7 @@ class StreamMerger:
 
     def _hide_ids(self, events: bytes) -> bytes:
         """Return the events without the ids, which the client has not requested."""
-        return undo_token_ids(events) if self._nulls_ids else strip_token_ids(events)
+        return undo_token_ids(events) if self.nulls_ids else strip_token_ids(events)
 
     def must_parse(self, events: bytes) -> bool:
         """Return whether ``events`` must be parsed: one may end the segment, or all must be rewritten."""
@@ -309,7 +311,7 @@ class StreamMerger:
             self._templates_left -= 1
             last = events.rfind(b"\n\n", 0, -2)
             event = events[last + 2 :] if last >= 0 else events
-            self._template = learn_template(event, self._nulls_ids) or self._template
+            self._template = learn_template(event, self.nulls_ids) or self._template
         self._kept_bytes += len(events)
         if self._kept_bytes > _KEPT_BYTES or (not has_ids and len(self._kept) > _KEPT_WITHOUT_IDS):
             self._fold_events()

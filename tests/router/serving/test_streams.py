@@ -254,6 +254,25 @@ def test_a_stream_of_announced_length_that_continues_elsewhere_is_longer_than_th
     assert counts == {1}
 
 
+@pytest.mark.parametrize("engine", ["fastdeploy", "vllm"])
+def test_ids_are_hidden_as_the_engine_that_answers_would_hide_them(
+    make_router: MakeRouter, stand_in: MakeStandIn, engine: str
+) -> None:
+    name, left = ("token_ids", {"token_ids": None}) if engine == "vllm" else ("completion_token_ids", {})
+
+    def event(**ids: Any) -> bytes:
+        chunk = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None, **ids}]}
+        return b"data: %s\n\n" % json.dumps(chunk, separators=(",", ":")).encode()
+
+    bad = stand_in("mixed", sends(cut=True))
+    good = stand_in("mixed", sends(*(event(**{name: [number]}) for number in range(3))))
+    bad.told["engine"], good.told["engine"] = "fastdeploy" if engine == "vllm" else "vllm", engine
+    router = make_router(bad, good)
+    while not bad.received:
+        with router.stream() as response:
+            assert response.read() == 3 * event(**left)
+
+
 def test_an_engine_failure_with_broken_http_after_it_is_one_failure(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:

@@ -65,7 +65,8 @@ def test_the_next_events_of_a_stream_are_stripped_as_if_they_were_read(form: str
 @pytest.mark.parametrize("form", ["vllm", "completions"])
 def test_a_client_of_vllm_gets_null_in_place_of_the_ids_that_it_did_not_ask_for(form: str) -> None:
     body = parse_inference(b'{"messages":[],"stream":true,"max_tokens":99}')
-    merging = StreamMerger(body, keeps_prompt=True, nulls_ids=True)
+    merging = StreamMerger(body, keeps_prompt=True)
+    merging.nulls_ids = True
     texts = [(" first", [7]), ('"token_ids":[3]', [4, 5]), ("\n", [6])]
     wanted = [
         event(form, text, ids).replace(

@@ -403,12 +403,13 @@ def test_vllms_events_with_ids_alone_are_not_for_a_client_that_did_not_ask_for_i
     )
     alone, last = head % (b"{}", b"null", 5), head % (b"{}", b'"stop"', 9)
     text = head % (rb'{"content":"\"delta\":{},\"logprobs\":null,\"finish_reason\":null,"}', b"null", 6)
-    merger = StreamMerger(_body(stream=True), nulls_ids=True)
+    merger, with_ids = StreamMerger(_body(stream=True)), StreamMerger(_body(stream=True, return_token_ids=True))
+    merger.nulls_ids = with_ids.nulls_ids = True
     assert merger.feed(alone) == b""
     assert merger.feed(alone + text) == text.replace(b"[6]", b"null")
     assert merger.feed(alone + last) == last.replace(b"[9]", b"null")
     assert merger.shown_ids == [5, 5, 6]
-    assert StreamMerger(_body(stream=True, return_token_ids=True), nulls_ids=True).feed(text) == text
+    assert with_ids.feed(text) == text
 
 
 # Whole answers.
