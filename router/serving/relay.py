@@ -66,6 +66,7 @@ class ClientResponse:
         "_cached_figures",
         "_comment_timer",
         "_incomplete",
+        "_largest",
         "_last",
         "_request",
         "bytes_sent",
@@ -107,6 +108,8 @@ class ClientResponse:
         self._comment_timer: asyncio.TimerHandle | None = None
         # The last two pieces that arrived, which contain the usage.
         self._before_last = self._last = b""
+        # The largest counts of prompt and completion tokens in all pieces so far, if the client has a token limit.
+        self._largest = (0, 0)
         # Prefill's counts of cached tokens; None until they are known.
         self._cached_figures: Mapping[bytes, bytes] | None = None
 
@@ -334,9 +337,14 @@ class ClientResponse:
         if has_failed and self.status != CLIENT_LEFT:
             return 0
         usage = self.read_usage()
-        # A stream reports its usage at its end. If the stream ended early, the tokens in it were counted.
-        completion = usage.completion_tokens or (self.token_count.tokens if self.token_count is not None else 0)
-        return completion + (prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens)
+        prompt, completion = _take_larger(self._largest, usage)
+        # A response has its whole usage at its end. If it ended early, an earlier usage may be of one sequence of
+        # several, or in a part of the request that the engine repeats.
+        if self.error_code or (usage.prompt_tokens is None and not prompt):
+            prompt = max(prompt, prompt_tokens)
+        if (self.error_code or not usage.completion_tokens) and self.token_count is not None:
+            completion = max(completion, self.token_count.tokens)
+        return prompt + completion
 
     def _take_whole_events(self, data: bytes, is_end: bool) -> bytes:
         """Return the events that ``data`` completes, and hold the rest. At the end of the stream, return everything."""
@@ -365,6 +373,9 @@ class ClientResponse:
         if not data:
             return data
         self._before_last, self._last = self._last, data
+        if self.token_count is not None:
+            # A part of the request that the engine repeats may fill all pieces after the usage.
+            self._largest = _take_larger(self._largest, self.read_usage())
         self.chunks += 1
         self.bytes_sent += len(data)
         if self.is_event_stream:
@@ -389,6 +400,10 @@ class ClientResponse:
         left = strip_usage(events, has_nulls=self.has_null_usages)
         self.bytes_sent -= len(events) - len(left)
         return left
+
+
+def _take_larger(counts: tuple[int, int], usage: Usage) -> tuple[int, int]:
+    return max(counts[0], usage.prompt_tokens or 0), max(counts[1], usage.completion_tokens or 0)
 
 
 def _no_continuation(message: str) -> ApiError:

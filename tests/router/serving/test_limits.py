@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -312,10 +313,7 @@ def test_a_stream_of_a_limited_client_has_the_same_bytes_and_its_tokens_are_coun
 ) -> None:
     instance = speaks(engine)(stand_in())
     limited = make_router(instance, max_tokens_per_sec_per_key=100.0, **keys)
-    assert isinstance(limited.app.admission, Admission)
-    rates = limited.app.admission._rates
-    assert rates is not None
-    rates._clock = lambda: 1000.0  # so that the bucket does not fill meanwhile
+    buckets = _stop_filling(limited)
     free = make_router(instance)
     body = {**PROMPTS[path], "stream": True, "max_tokens": 20, **options}
     told = [router.client.post(path, json=body, headers=bearer("sk-1")) for router in (limited, free)]
@@ -325,7 +323,7 @@ def test_a_stream_of_a_limited_client_has_the_same_bytes_and_its_tokens_are_coun
     asked_usage = bool((instance.received[0].json.get("stream_options") or {}).get("include_usage"))
     assert asked_usage is (engine != "openai")
     assert not (instance.received[1].json.get("stream_options") or {}).get("include_usage")
-    left, _ = rates._buckets["alice"]
+    left, _ = buckets["alice"]
     if asked_usage:
         assert 1000 - left == used
         (record,) = limited.app.audit.records
@@ -394,6 +392,52 @@ def test_a_stream_without_usage_is_charged_for_its_tokens_however_large_its_piec
     refused = router.client.post("/v1/chat/completions", json=body, headers=bearer("sk-1"))
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) == pytest.approx(1950 / 5, rel=0.05)
+
+
+def _stop_filling(router: RouterUnderTest) -> dict[str, tuple[float, float]]:
+    """Return the buckets of a router's clients, with their levels. From now on, they do not fill."""
+    assert isinstance(router.app.admission, Admission)
+    rates = router.app.admission._rates
+    assert rates is not None
+    rates._clock = lambda: 1000.0
+    return rates._buckets
+
+
+@pytest.mark.parametrize("engines_first", [True, False])
+def test_a_long_part_of_the_request_does_not_hide_the_usage(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], engines_first: bool
+) -> None:
+    repeated = {"metadata": {"usage": {"input_tokens": 1, "output_tokens": 1}, "x": "x" * 2_000_000}}
+    usage = {"usage": {"input_tokens": 50, "output_tokens": 5000}}
+    answer = {"id": "resp_1", **(usage | repeated if engines_first else repeated | usage)}
+    instance = stand_in("mixed", answers(200, json.dumps(answer).encode()))
+    router = make_router(instance, max_tokens_per_sec_per_key=100.0, **keys)
+    buckets = _stop_filling(router)
+    assert router.client.post("/v1/responses", json={"input": "x"}, headers=bearer("sk-1")).status_code == 200
+    assert 1000 - buckets["alice"][0] == 5050
+
+
+def test_who_leaves_is_charged_for_all_answers_of_which_a_usage_counts_one(
+    make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
+) -> None:
+    async def eight_at_once(_: Received, respond: Responder) -> None:
+        await respond.start_stream()
+        for number in range(1, 101):
+            for index in range(8):
+                choice = {"index": index, "delta": {"content": "a"}}
+                usage = {"prompt_tokens": 3, "completion_tokens": number}
+                await respond.event(json.dumps({"choices": [choice], "usage": usage}))
+        await respond.peer_left.wait()
+        respond.keep_alive = False
+
+    router = make_router(stand_in("mixed", eight_at_once), max_tokens_per_sec_per_key=100.0, **keys)
+    buckets = _stop_filling(router)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": [], "n": 8, "stream": True, "stream_options": options}
+    with router.client.stream("POST", "/v1/chat/completions", json=body, headers=bearer("sk-1")) as response:
+        assert len(list(itertools.islice(response.iter_lines(), 1600))) == 1600
+    wait_until(lambda: router.app.audit.records, "the end of the request")
+    assert 1000 - buckets["alice"][0] >= 803
 
 
 def test_a_large_image_does_not_use_up_a_clients_tokens(
