@@ -169,8 +169,8 @@ def list_members(
         engine: engine of the instance that generates the response.
         merger: merger of the response's segments; None if there is only one.
         resumption: state of the resumption if the response so far is to be continued; else None.
-        own_id: the request's id if clients have API keys; else ``""``. It replaces a ``request_id`` in the body, which
-            could be the id of another client's request.
+        own_id: the id of this attempt if clients have API keys, or if it is not ASCII; else ``""``. It replaces a
+            ``request_id`` in the body, which could be the id of another client's request or of an earlier attempt.
 
     Raises:
         RequestEnded: this engine cannot continue the response.

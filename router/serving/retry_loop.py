@@ -350,7 +350,8 @@ class RetryLoop:
             response.merger = make_merger(parsed, plan, may_be_resumed=services.settings.stream_resume_count > 0)
         if isinstance(response.merger, StreamMerger):  # another attempt may use another engine
             response.merger.nulls_ids = engine is EngineKind.VLLM
-        own_id = request_id if self._timeline.tag else ""
+        # No header contains an id that is not ASCII; see ``request_id_header``.
+        own_id = request_id if self._timeline.tag or not request_id.isascii() else ""
         members = list_members(parsed, engine, response.merger, self.resumption, own_id)
         if response.token_count is not None:
             usage, response.has_null_usages = request_usage(parsed, engine)

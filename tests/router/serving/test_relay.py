@@ -15,7 +15,7 @@ from router.http.errors import NoRoom
 from router.http.message import NOT_PASSED_BACK, Address
 from router.http.pool import ConnectionPool
 from tests.router.conftest import MakeRouter, MakeStandIn
-from tests.router.stand_in import Received, Responder, answers, chat_answer, never_answers, streams
+from tests.router.stand_in import Received, Responder, answers, chat_answer, cuts, never_answers, streams
 from tests.support.waiting import wait_until
 
 ODD_BODY = (
@@ -199,6 +199,19 @@ def test_vllm_gets_an_id_that_a_header_cannot_carry_in_the_body_alone(
     assert make_router(instance).chat(request_id=request_id).status_code == 200
     (got,) = instance.received
     assert (got.json["request_id"], dict(got.headers).get("x-request-id")) == (request_id, header)
+
+
+@pytest.mark.parametrize("request_id", ["mine", "é☃"])
+def test_another_attempt_at_vllm_has_another_id(
+    make_router: MakeRouter, stand_in: MakeStandIn, request_id: str
+) -> None:
+    bad, good = stand_in("mixed", cuts()), stand_in()
+    bad.told["engine"] = good.told["engine"] = "vllm"
+    router = make_router(bad, good)
+    while not bad.received:
+        assert router.chat(request_id=request_id).status_code == 200
+    ids = [dict(got.headers).get("x-request-id", got.json["request_id"]) for got in (bad.received[0], good.received[-1])]
+    assert ids == [request_id, f"{request_id}-retry1"]
 
 
 def test_get_on_a_completion_path_is_a_405(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
