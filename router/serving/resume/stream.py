@@ -89,7 +89,7 @@ class StreamMerger:
         """
         self.preempted = False
         self.nulls_ids = False
-        """Whether the engine of the present segment writes null in place of ids that nobody has requested, as vLLM does.
+        """Whether the present segment's engine writes null in place of ids that nobody has requested, as vLLM does.
         The caller sets this."""
         self._body = body
         self._client_wants_ids = bool(body.members.get("return_token_ids"))

@@ -407,8 +407,8 @@ def _stop_filling(router: RouterUnderTest) -> dict[str, tuple[float, float]]:
 def test_a_long_part_of_the_request_does_not_hide_the_usage(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], engines_first: bool
 ) -> None:
-    repeated = {"metadata": {"usage": {"input_tokens": 1, "output_tokens": 1}, "x": "x" * 2_000_000}}
-    usage = {"usage": {"input_tokens": 50, "output_tokens": 5000}}
+    repeated: dict[str, Any] = {"metadata": {"usage": {"input_tokens": 1, "output_tokens": 1}, "x": "x" * 2_000_000}}
+    usage: dict[str, Any] = {"usage": {"input_tokens": 50, "output_tokens": 5000}}
     answer = {"id": "resp_1", **(usage | repeated if engines_first else repeated | usage)}
     instance = stand_in("mixed", answers(200, json.dumps(answer).encode()))
     router = make_router(instance, max_tokens_per_sec_per_key=100.0, **keys)

@@ -210,7 +210,8 @@ def test_another_attempt_at_vllm_has_another_id(
     router = make_router(bad, good)
     while not bad.received:
         assert router.chat(request_id=request_id).status_code == 200
-    ids = [dict(got.headers).get("x-request-id", got.json["request_id"]) for got in (bad.received[0], good.received[-1])]
+    sent = bad.received[0], good.received[-1]
+    ids = [dict(got.headers).get("x-request-id", got.json["request_id"]) for got in sent]
     assert ids == [request_id, f"{request_id}-retry1"]
 
 
