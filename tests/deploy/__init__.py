@@ -1,1 +1,1 @@
-"""Tests of deploy/: whatever an operator takes from there as it is."""
+"""Tests of the files in deploy/, which operators use unchanged."""

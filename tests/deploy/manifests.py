@@ -1,4 +1,4 @@
-"""Kubernetes manifests as ``kubectl kustomize`` renders them, and what is asked of each in the tests."""
+"""Kubernetes manifests, rendered with ``kubectl kustomize``, and functions that read them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import yaml
 
 from tests.support.command_lines import expand_variables
 
-__all__ = ["KUBERNETES", "Manifest", "containers_of", "environment_of", "list_pods", "named", "render"]
+__all__ = ["KUBERNETES", "Manifest", "containers_of", "environment_of", "find_manifest", "list_pods", "render"]
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 Manifest = dict[str, Any]
 
-# Where a pod's own figures come from, and what they may be.
+# Values for the fields of a pod that a manifest may refer to.
 _FIELDS = {"status.podIP": "10.0.0.1", "metadata.name": "etcd-0"}
 _WORKLOADS = ("Deployment", "StatefulSet")
 
 
 def render(folder: Path) -> list[Manifest]:
-    """The manifests of a kustomization; skips the test where there is no kubectl that knows components."""
+    """Return the manifests of a kustomization; skip the test if no kubectl with components is installed."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed (Debian's kubernetes-client)")
@@ -37,19 +37,19 @@ def render(folder: Path) -> list[Manifest]:
     return list(yaml.load_all(done.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
-def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
-    """The one manifest of this kind and name."""
+def find_manifest(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    """Return the manifest of this kind and name."""
     (found,) = (each for each in manifests if each["kind"] == kind and each["metadata"]["name"] == name)
     return found
 
 
 def list_pods(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """The pods' templates, by the names of the workloads that make them."""
+    """Return the templates of pods, by the names of their workloads."""
     return {each["metadata"]["name"]: each["spec"]["template"] for each in manifests if each["kind"] in _WORKLOADS}
 
 
 def containers_of(pod: Manifest) -> Iterator[tuple[Manifest, list[str], Mapping[str, str]]]:
-    """Each container with its command line and its environment, as the kubelet expands them."""
+    """Yield each container with its expanded command line and environment."""
     for container in [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]:
         environ = environment_of(container)
         words = [*container.get("command", []), *container.get("args", [])]
@@ -57,7 +57,7 @@ def containers_of(pod: Manifest) -> Iterator[tuple[Manifest, list[str], Mapping[
 
 
 def environment_of(container: Manifest) -> dict[str, str]:
-    """The container's variables."""
+    """Return the environment variables of a container."""
     return {
         each["name"]: each["value"] if "value" in each else _FIELDS[each["valueFrom"]["fieldRef"]["fieldPath"]]
         for each in container.get("env", [])

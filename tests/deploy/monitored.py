@@ -1,7 +1,7 @@
-"""A whole system that Prometheus scrapes, for tests of panels and alerts.
+"""A whole system with Prometheus, for tests of panels and alerts.
 
-Real in every part: a Mooncake master, Redis, a router of two processes, a prefill and a decode instance. The rules are
-the ones that are shipped, but for their patience: minutes are seconds here.
+All parts are real: a Mooncake master, Redis, a router with two workers, a prefill and a decode instance. The alerts are
+those in deploy/, with seconds in place of minutes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ __all__ = ["ALERTS", "DEPLOY", "RULES", "WINDOW_SECONDS", "System", "monitored_s
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
 ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
-"""The rules that are shipped, by their alerts."""
+"""The rules in deploy/, by the names of their alerts."""
 
 WINDOW_SECONDS = 6
-# Of the time to first token; while decode hangs, requests wait for longer than a window.
+# Limit of the time to first token. While decode hangs, requests wait for longer than a window.
 BUDGET_SECONDS = 5
-# Of rules that count what takes longer than a window: an instance comes and goes three times.
+# Window of rules that count slow changes, such as an instance that starts and stops three times.
 WINDOWS: Mapping[str, int] = {"InstanceFlaps": 120}
-# For an alert to fire, on a machine that is loaded, too.
+# Deadline for an alert, also on a busy machine.
 PATIENCE_SECONDS = 120.0
-# What instances give to the pool, together.
+# Memory of all instances for the pool.
 SEGMENT_BYTES = 16 << 20
 QUESTION = "Tell me about the river and the old town behind the hill, and about the people who live there. " * 8
 
 
 class System:
-    """All that runs, and what asks it."""
+    """The running processes, and a client."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class System:
     ) -> None:
         self.master, self.redis, self.router, self.prefill, self.decode = master, redis, router, prefill, decode
         self.access_log = access_log
-        """Whose reader this is; it is open, and that is all that it does."""
+        """The read end of the access log's pipe. Nothing reads it."""
         self.prometheus: Prometheus
         self.fired: set[str] = set()
-        """The alerts that were expected, and came."""
+        """The expected alerts that have fired."""
         self._num_asked = 0
 
     def ask(self, about: str = "", url: str = "") -> int:
-        """Stream a short answer to a prompt that was not there before, or to one ``about`` the same; its status."""
+        """Stream a short response to a new prompt, or to that of ``about``; return the status."""
         self._num_asked += 1
         content = f"{about or self._num_asked}: {QUESTION}"
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
@@ -80,7 +80,7 @@ class System:
 
     @contextmanager
     def asking(self, *asks: Callable[[], object]) -> Iterator[None]:
-        """Call these again and again, in turn, while the block runs; the first error of theirs is raised at its end."""
+        """Call these functions repeatedly during the block. At its end, raise the first exception of them."""
 
         def go_on(is_over: threading.Event) -> None:
             while not is_over.wait(0.25):
@@ -91,7 +91,7 @@ class System:
             yield
 
     def expect_alerts(self, *names: str) -> None:
-        """Wait until each of these has fired, together or one after the other."""
+        """Wait until each of these alerts has fired, in any order."""
         pending = set(names)
 
         def have_fired() -> bool:
@@ -110,7 +110,7 @@ class System:
 def monitored_system(
     folder: Path, model: Path, *, router_flags: Sequence[str] = (), prefill_flags: Sequence[str] = ()
 ) -> Iterator[System]:
-    """The system, with everything there that Prometheus is to find, and Prometheus."""
+    """Run the system and Prometheus, after all series exist."""
     redis = RedisServer(folder)
     redis.start()
     flags = ["--shared-state", redis.url, "--workers", "2", "--max-concurrent-requests", "2", *router_flags]
@@ -138,12 +138,12 @@ def monitored_system(
 
 
 def shorten_windows(expression: str, seconds: int = WINDOW_SECONDS) -> str:
-    """The expression of a rule, with seconds for minutes."""
+    """Return the expression of a rule with seconds in place of minutes."""
     return re.sub(r"\[\d+m\]", f"[{seconds}s]", expression)
 
 
 def _write_config(folder: Path, system: System) -> Path:
-    """The configuration that is shipped, with this system's addresses, and seconds for minutes."""
+    """Write the configuration of deploy/ with this system's addresses, and with seconds in place of minutes."""
     shipped = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
     metrics_port = system.master.metrics_url.split(":")[2].split("/")[0]
     for old, new in (

@@ -1,7 +1,7 @@
-"""Each alert fires when its cause happens, in a whole system that Prometheus scrapes.
+"""Each alert fires after its cause, in a whole system with Prometheus.
 
-It takes minutes, and is made on demand: ``LIVE_ALERTS=1 pytest tests/deploy/test_alerts.py``. The tests are steps, in
-their order: the later ones break the system for good.
+The tests take minutes, so they run only with ``LIVE_ALERTS=1 pytest tests/deploy/test_alerts.py``. They depend on their
+order, because the later ones damage the system permanently.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tests.support.prometheus import needs_prometheus
 from tests.support.redis import needs_redis
 from tests.support.waiting import wait_until
 
-# More than the pool holds, and in what pieces a stranger puts it there.
+# A number of bytes that is larger than the pool, and the size of the values with which a client fills the pool.
 FILL_BYTES, VALUE_BYTES = 40 << 20, 512 << 10
-# A process that is stopped still lives: probes wait for it. One that is gone is noticed within a second.
+# A stopped process still accepts connections, so probes wait for it. The end of a process is detected in a second.
 PROBES = ("--health-check-interval-secs", "0.5", "--health-check-timeout-secs", "60", "--health-failure-threshold", "1")
 
 pytestmark = [
@@ -60,7 +60,7 @@ def thread() -> Iterator[LoopThread]:
 
 
 def test_a_decode_instance_hangs(system: System) -> None:
-    """Two requests run, one waits, one is refused; then all go on."""
+    """Two requests run, one waits, one is refused. Then decode continues."""
     system.decode.process.signal(signal.SIGSTOP)
     with ThreadPoolExecutor(4) as threads:
         try:
@@ -75,8 +75,8 @@ def test_a_decode_instance_hangs(system: System) -> None:
     assert len(waited) == 1
 
 
-def test_an_instance_has_more_requests_than_room(system: System) -> None:
-    """It runs one at a time, and four clients ask it without a pause."""
+def test_an_instance_has_more_requests_than_it_can_run(system: System) -> None:
+    """It runs one request at a time, and four clients send requests without a pause."""
     is_over = threading.Event()
 
     def keep_asking() -> None:
@@ -100,8 +100,8 @@ def test_requests_fail_at_an_instance_whose_probes_pass(system: System, thread: 
         assert alert["labels"]["instance"] == failing.key
 
 
-def test_a_pair_hands_nothing_over_and_then_comes_and_goes(system: System, thread: LoopThread) -> None:
-    """Two vLLM instances that were started without a connector; of which one is then started again and again."""
+def test_a_pair_transfers_no_kv_and_then_an_instance_restarts_repeatedly(system: System, thread: LoopThread) -> None:
+    """Two vLLM instances have no connector, and one of them then restarts repeatedly."""
     vllm: dict[str, Any] = {"behave": answer_without_connector, "told": {"engine": "vllm"}}
     with (
         running_stand_in(system, thread, StandIn("prefill", thread, **vllm)) as prefill,
@@ -118,7 +118,7 @@ def test_a_pair_hands_nothing_over_and_then_comes_and_goes(system: System, threa
         system.expect_alerts("InstanceFlaps")
 
 
-def test_somebody_writes_under_our_keys_and_fills_the_pool(system: System) -> None:
+def test_another_client_overwrites_blocks_and_fills_the_pool(system: System) -> None:
     def ask_again() -> None:
         plain_http.post(f"{system.prefill.url}/clear_prefix_cache")
         system.ask("the same")
@@ -148,7 +148,7 @@ def test_redis_the_master_and_the_router_are_killed(system: System) -> None:
         system.expect_alerts("SharedStateDown", "MasterDown", "NoMasterServes")
         system.expect_alerts("PoolAway", "PoolDegraded", "PoolDropsWrites")
     check_annotations(system.prometheus.list_alerts())
-    # Nothing that the worker had counted went with it: a sum that falls would be added up once more.
+    # The counts of the dead worker must remain: Prometheus would count a sum that falls a second time.
     for counted in ("http_requests_total", "router_time_to_first_token_seconds_bucket"):
         (resets,) = system.prometheus.ask(f"sum(resets({counted}[10m]))")
         assert resets.value == 0, counted
@@ -159,7 +159,7 @@ def test_redis_the_master_and_the_router_are_killed(system: System) -> None:
 
 @contextmanager
 def running_stand_in(system: System, thread: LoopThread, made: StandIn) -> Iterator[StandIn]:
-    """A stand-in for an instance that serves any model, known to the router; at the end it stops, and is forgotten."""
+    """Register a simulated instance that serves any model. At the end, stop it, and remove it from the router."""
     made.models_status = 404
     made.start()
     try:
@@ -170,7 +170,7 @@ def running_stand_in(system: System, thread: LoopThread, made: StandIn) -> Itera
 
 
 async def answer_without_connector(request: Received, respond: Responder) -> None:
-    """Answer as a vLLM instance does that has no connector: without parameters for a hand-over."""
+    """Respond as a vLLM instance without a connector does: without parameters for a hand-over."""
     usage = {"prompt_tokens": 400, "completion_tokens": 1, "total_tokens": 401}
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
     if request.target == "/metrics":
@@ -188,7 +188,7 @@ async def answer_without_connector(request: Received, respond: Responder) -> Non
 
 
 def wait_for_healthy(system: System, role: str, number: int) -> None:
-    """Wait until Prometheus has seen so many healthy instances of the role."""
+    """Wait until Prometheus has this number of healthy instances of the role."""
     query = f'router_instances{{state="healthy",role="{role}"}} == {number}'
     wait_until(lambda: system.prometheus.ask(query), f"{number} healthy {role} instances", 60, 0.5)
 
@@ -198,7 +198,7 @@ def find_alerts(system: System, name: str) -> list[dict[str, Any]]:
 
 
 class Stranger:
-    """A client of the pool that gives no memory, and does what it should not."""
+    """A client of the pool that gives no memory, and damages the pool."""
 
     def __init__(self, master: MooncakeMaster) -> None:
         self._store: Any = open_store(master.config(global_segment_size="0"))
@@ -208,13 +208,13 @@ class Stranger:
         self._numbers = itertools.count()
 
     def fill_pool(self) -> None:
-        """Put more than the pool holds, each value until there is room: nothing that was there before stays."""
+        """Put more values than the pool can hold, each until it fits, so that all earlier blocks are evicted."""
         for _ in range(FILL_BYTES // VALUE_BYTES):
             key = f"fill {next(self._numbers)}"
             wait_until(lambda key=key: self._store.put([key], [self._value.value]) == [Status.OK], "room")  # type: ignore[misc]
 
     def spoil_blocks(self) -> None:
-        """Put zeros in the place of every block."""
+        """Overwrite each block with zeros."""
         for key in plain_http.get(self._keys_url).text.split():
             size = self._store._native.get_size(key)
             if self._store.remove([key], force=True) == [Status.OK]:
@@ -226,7 +226,7 @@ class Stranger:
 
 
 def check_annotations(alerts: list[dict[str, Any]]) -> None:
-    """Nothing in what a person is told is left open."""
+    """Assert that the annotations contain no placeholder."""
     for alert in alerts:
         for text in alert["annotations"].values():
             assert text

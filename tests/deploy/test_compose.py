@@ -1,6 +1,6 @@
-"""``deploy/compose.yaml`` and the files beside it: against the schema of the Compose specification
-(``compose-spec.json``, as github.com/compose-spec/compose-spec has it at 170098b under Apache 2.0), against the parsers
-of the programs that are started, and haproxy's configuration by haproxy."""
+"""``deploy/compose.yaml`` and its other files, checked with the schema of the Compose specification
+(``compose-spec.json``, from github.com/compose-spec/compose-spec at 170098b, Apache 2.0), with the parsers of the
+programs, and with haproxy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES = ("compose.yaml", "compose.ha.yaml")
 
 
 def load(*names: str) -> dict[str, Any]:
-    """The services of files that are given one behind the other."""
+    """Return the services of merged files."""
     services: dict[str, Any] = {}
     for name in names:
         for service, members in copy.deepcopy(yaml.safe_load((DEPLOY / name).read_text())["services"]).items():
@@ -44,11 +44,11 @@ def services(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_file_is_valid(name: str) -> None:
+def test_the_file_matches_the_schema(name: str) -> None:
     jsonschema.Draft7Validator(SCHEMA).validate(yaml.safe_load((DEPLOY / name).read_text()))
 
 
-def test_the_programs_take_their_flags_and_environment(services: dict[str, Any]) -> None:
+def test_the_programs_accept_their_flags_and_environment(services: dict[str, Any]) -> None:
     checked = 0
     for name, service in services.items():
         if service["image"].startswith("kvstore-"):
@@ -71,7 +71,7 @@ def test_hosts_in_flags_are_services(services: dict[str, Any]) -> None:
         assert set(service.get("depends_on", {})) <= set(services)
 
 
-def test_files_that_are_mounted_are_there(services: dict[str, Any]) -> None:
+def test_mounted_files_exist(services: dict[str, Any]) -> None:
     declared = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["volumes"]
     for service in services.values():
         for volume in service.get("volumes", ()):
@@ -79,13 +79,13 @@ def test_files_that_are_mounted_are_there(services: dict[str, Any]) -> None:
             assert (DEPLOY / source).exists() if source.startswith(".") else source in declared
 
 
-def test_a_folder_of_your_own_takes_the_place_of_the_small_model() -> None:
+def test_a_folder_of_the_user_replaces_the_small_model() -> None:
     (volume,) = load("compose.yaml")["prefill"]["volumes"]
     assert expand(volume, {}) == "model:/models:ro"
     assert expand(volume, {"MODEL_FOLDER": "/srv/model"}) == "/srv/model:/models/checkpoint:ro"
 
 
-def test_stopping_leaves_time_for_what_runs() -> None:
+def test_a_stop_leaves_time_for_running_requests() -> None:
     services = load("compose.yaml")
     for role in ("prefill", "decode"):
         ((hook),) = services[role]["pre_stop"]
@@ -96,17 +96,17 @@ def test_stopping_leaves_time_for_what_runs() -> None:
     assert seconds(router["stop_grace_period"]) >= delay + 25 + 5
 
 
-def test_ports_of_this_machine_are_open_to_it_alone(services: dict[str, Any]) -> None:
+def test_published_ports_are_open_only_to_this_machine(services: dict[str, Any]) -> None:
     ports = [port for service in services.values() for port in service.get("ports", ())]
     assert ports
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_haproxy_takes_its_configuration(tmp_path: Path) -> None:
+def test_haproxy_accepts_its_configuration(tmp_path: Path) -> None:
     haproxy = shutil.which("haproxy") or shutil.which("/usr/sbin/haproxy")
     if haproxy is None:
         pytest.skip("haproxy is not installed")
-    # The names resolve in the network of the containers only.
+    # The names can be resolved only in the network of the containers.
     text = (DEPLOY / "compose/haproxy.cfg").read_text()
     here = tmp_path / "haproxy.cfg"
     here.write_text(re.sub(r"(server \S+) \S+:", r"\1 127.0.0.1:", text))
@@ -133,7 +133,7 @@ def test_prometheus_scrapes_the_same_jobs_as_without_containers() -> None:
 
 
 def ports_of(name: str, service: Mapping[str, Any]) -> set[int]:
-    """The ports at which a service listens within the network of all."""
+    """Return the ports of a service in the network of the containers."""
     text = " ".join(map(str, service.get("command", ())))
     known = {"redis": {6379}, "otel-collector": {4318}, "etcd": {2379}, "prometheus": {9090}}
     if name == "haproxy":
@@ -142,12 +142,12 @@ def ports_of(name: str, service: Mapping[str, Any]) -> set[int]:
 
 
 def target_of(service: Mapping[str, Any], name: str) -> str:
-    """The stage of the Containerfile; a further master takes the image that the first one built."""
+    """Return the stage of the Containerfile. A further master uses the image of the first one."""
     return str(service["build"]["target"]) if "build" in service else {"master": "tools"}[name.partition("-")[0]]
 
 
 def entry_point(service: Mapping[str, Any]) -> list[str]:
-    """What comes before the command: the service's own, else the image's."""
+    """Return the entry point of the service; that of its image if it has none."""
     if "entrypoint" in service:
         return list(service["entrypoint"])
     text = (DEPLOY / "container/Containerfile").read_text()
@@ -157,7 +157,7 @@ def entry_point(service: Mapping[str, Any]) -> list[str]:
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
-    """``${NAME:-default}`` and ``${NAME:+replacement}`` as Compose expands them."""
+    """Replace ``${NAME:-default}`` and ``${NAME:+replacement}`` as Compose does."""
 
     def value_of(found: re.Match[str]) -> str:
         value = values.get(found[1], "")
@@ -167,6 +167,6 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 
 
 def seconds(text: str) -> float:
-    """A time as Compose writes it."""
+    """Return the seconds of a duration in the format of Compose."""
     assert text.endswith("s")
     return float(text[:-1])

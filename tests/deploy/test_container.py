@@ -1,4 +1,4 @@
-"""``deploy/container/Containerfile``, read. ``scripts/container`` builds and runs it, which takes minutes."""
+"""The text of ``deploy/container/Containerfile``. ``scripts/container`` builds and runs it, which takes minutes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ IMAGES = ("router", "engine", "tools")
 
 
 class Stage(NamedTuple):
-    """One part of the file, from its FROM on."""
+    """A stage of the file, which begins with FROM."""
 
     base: str
     instructions: list[tuple[str, str]]
 
     def last(self, word: str) -> str:
-        """The argument of the last such instruction."""
+        """Return the argument of the last instruction with this name."""
         return [argument for name, argument in self.instructions if name == word][-1]
 
 
@@ -42,13 +42,13 @@ def stages() -> dict[str, Stage]:
     return found
 
 
-def test_nobody_is_root_in_an_image(stages: dict[str, Stage]) -> None:
+def test_no_image_runs_as_root(stages: dict[str, Stage]) -> None:
     for name in IMAGES:
         assert stages[name].last("USER") == "10001:10001"
         assert stages[name].last("STOPSIGNAL") == "SIGTERM"
 
 
-def test_an_image_holds_a_product_and_no_tools_of_its_making(stages: dict[str, Stage]) -> None:
+def test_an_image_contains_no_build_tools(stages: dict[str, Stage]) -> None:
     for name in IMAGES:
         assert stages[name].base in ("system", "mooncake")
         assert stages[name].last("COPY") == f"--from={name}-environment /opt/kvstore /opt/kvstore"
@@ -56,7 +56,7 @@ def test_an_image_holds_a_product_and_no_tools_of_its_making(stages: dict[str, S
         assert not any("pip" in argument or "COPY" in word for word, argument in stages[name].instructions)
 
 
-def test_what_is_copied_is_there_and_not_ignored(stages: dict[str, Stage]) -> None:
+def test_copied_files_exist_and_are_not_ignored(stages: dict[str, Stage]) -> None:
     ignored = (ROOT / ".containerignore").read_text().splitlines()
     assert "*" in ignored
     copied = []
@@ -69,7 +69,7 @@ def test_what_is_copied_is_there_and_not_ignored(stages: dict[str, Stage]) -> No
     assert (ROOT / ".dockerignore").read_text() == (ROOT / ".containerignore").read_text()
 
 
-def test_extras_are_those_of_the_project(stages: dict[str, Stage]) -> None:
+def test_the_project_has_the_installed_extras(stages: dict[str, Stage]) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     for name in IMAGES:
         (extras,) = re.findall(r'\$\{wheel}\[([^]]+)]"', stages[f"{name}-environment"].last("RUN"))
@@ -77,12 +77,12 @@ def test_extras_are_those_of_the_project(stages: dict[str, Stage]) -> None:
             assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
 
-def test_programs_that_images_start_take_their_flags(stages: dict[str, Stage]) -> None:
+def test_the_programs_of_images_accept_their_flags(stages: dict[str, Stage]) -> None:
     router = stages["router"]
     check_command([*json.loads(router.last("ENTRYPOINT")), *json.loads(router.last("CMD"))], {})
     assert json.loads(stages["engine"].last("ENTRYPOINT")) == ["python", "-m", "engine.api_server"]
 
 
-def test_no_secret_is_built_in(stages: dict[str, Stage]) -> None:
+def test_an_image_contains_no_secret(stages: dict[str, Stage]) -> None:
     words = [argument for stage in stages.values() for word, argument in stage.instructions if word in ("ARG", "ENV")]
     assert not re.search(r"TOKEN|PASSWORD|SECRET|API_?KEY", " ".join(words))

@@ -1,4 +1,4 @@
-"""Grafana's dashboards: the files are those that scripts/dashboards writes, and say all that a person needs to know."""
+"""Grafana's dashboards, which scripts/dashboards writes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ UNITS = {"short", "s", "reqps", "ops", "bytes", "Bps", "percent", "percentunit"}
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """scripts/dashboards, which has no suffix."""
+    """Import scripts/dashboards, which has no suffix."""
     loader = importlib.machinery.SourceFileLoader("dashboards_script", str(ROOT / "scripts" / "dashboards"))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:  # dataclasses look their module up, while it is run
+    with pytest.MonkeyPatch.context() as patch:  # dataclasses search for their module during its import
         patch.setitem(sys.modules, loader.name, module)
         loader.exec_module(module)
     return module
@@ -35,12 +35,12 @@ def list_panels(path: Path) -> list[dict[str, Any]]:
     return [panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
 
 
-def test_the_files_are_as_the_script_writes_them(script: ModuleType) -> None:
+def test_the_files_are_up_to_date(script: ModuleType) -> None:
     assert {path.name: path.read_text() for path in FILES} == script.render(), "run scripts/dashboards"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_each_panel_has_a_description_a_unit_and_queries_of_the_chosen_source(path: Path) -> None:
+def test_each_panel_has_a_description_a_unit_and_queries_to_the_selected_source(path: Path) -> None:
     for panel in list_panels(path):
         assert panel["title"], panel
         assert panel["description"], panel
@@ -51,7 +51,7 @@ def test_each_panel_has_a_description_a_unit_and_queries_of_the_chosen_source(pa
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_queries_use_the_variables_that_can_be_chosen_and_no_others(path: Path) -> None:
+def test_queries_use_only_variables_of_the_dashboard(path: Path) -> None:
     chosen = {each["name"] for each in json.loads(path.read_text())["templating"]["list"]}
     used = {
         name
@@ -63,7 +63,7 @@ def test_queries_use_the_variables_that_can_be_chosen_and_no_others(path: Path) 
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_panels_lie_within_the_page_and_on_none_other(path: Path) -> None:
+def test_panels_are_inside_the_page_and_do_not_overlap(path: Path) -> None:
     taken: set[tuple[int, int]] = set()
     ids = set()
     for panel in json.loads(path.read_text())["panels"]:

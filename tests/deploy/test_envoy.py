@@ -13,13 +13,13 @@ from tests.support.envoy import CONFIG, find_envoy
 POOL = Path(__file__).parents[2] / "deploy" / "envoy" / "inferencepool.yaml"
 
 
-def test_envoy_takes_the_configuration() -> None:
+def test_envoy_accepts_the_configuration() -> None:
     command = [str(find_envoy()), "--mode", "validate", "--log-level", "warning", "-c", str(CONFIG)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
 
 
-def test_the_pool_its_service_and_its_picker_fit_together() -> None:
+def test_the_pool_its_service_and_its_picker_have_matching_names_and_ports() -> None:
     pool, service, deployment = yaml.safe_load_all(POOL.read_text())
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]

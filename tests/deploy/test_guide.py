@@ -1,4 +1,4 @@
-"""``docs/deploy.md``: its commands name files, images, flags and extras that there are."""
+"""``docs/deploy.md``: the files, images, flags and extras in its commands exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/deploy.md").read_text()
-# What the commands act on is not in this repository: their first words, with what is checked of the others.
+# Commands of other programs: the first words, and the check of the rest.
 TOOLS = (
     *("scripts/", "python3", "/opt/kvstore/bin/pip", "podman", "docker", "kind", "kubectl", "curl", "cp", "mkdir"),
     *("systemctl", "systemd-sysusers"),
@@ -19,14 +19,14 @@ TOOLS = (
 
 
 def list_commands() -> list[list[str]]:
-    """The words of every command on the page."""
+    """Return the words of each command on the page."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").replace(" && ", "\n").splitlines()
     return [shlex.split(line) for line in lines]
 
 
 @pytest.mark.parametrize("command", list_commands(), ids=" ".join)
-def test_a_command_names_what_there_is(command: list[str]) -> None:
+def test_the_files_and_flags_in_a_command_exist(command: list[str]) -> None:
     assert command[0].startswith(TOOLS)
     for word in command:
         if word.startswith(("deploy/", "scripts/")):
@@ -49,19 +49,19 @@ def test_a_command_names_what_there_is(command: list[str]) -> None:
             assert not at or (ROOT / f"deploy/systemd/instance-{instance}.env").exists()
 
 
-def test_components_on_the_page_are_those_there_are() -> None:
+def test_the_page_lists_all_components() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", PAGE.partition("| component |")[2].partition("**Probes")[0], re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "deploy/kubernetes/components").iterdir())
 
 
-def test_the_secret_has_the_files_that_manifests_read() -> None:
+def test_the_secret_has_the_files_that_the_manifests_read() -> None:
     (command,) = (words for words in list_commands() if "secret" in words)
     files = {word.partition("=")[2] for word in command if word.startswith("--from-file")}
     component = (ROOT / "deploy/kubernetes/components/tokens/kustomization.yaml").read_text()
     assert set(re.findall(r"/etc/kvstore/([\w-]+)", component)) == files
 
 
-def test_the_workflow_runs_what_the_project_runs_with_no_more_rights_than_it_needs() -> None:
+def test_the_workflow_runs_the_commands_of_the_project_with_few_rights() -> None:
     text = (ROOT / ".github/workflows/ci.yml").read_text()
     workflow = yaml.safe_load(text)
     assert workflow["permissions"] == {"contents": "read"}

@@ -1,5 +1,7 @@
-"""The manifests in ``deploy/kubernetes``, rendered by a real kubectl: against Kubernetes' schemas, against the parsers
-of the programs that they start, and against each other."""
+"""The manifests in ``deploy/kubernetes``, rendered with a real kubectl.
+
+They are checked with the schemas of Kubernetes, with the parsers of the programs, and with each other.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,23 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.deploy.manifests import KUBERNETES, Manifest, containers_of, list_pods, named, render
+from tests.deploy.manifests import KUBERNETES, Manifest, containers_of, find_manifest, list_pods, render
 from tests.support.command_lines import check_command
 
-# Whose schemas are not Kubernetes' own; what is asked of them is below.
+# Kinds that are not in the schemas of Kubernetes. Tests below check them.
 OPERATORS_GROUP = "monitoring.coreos.com/v1"
 VERSIONS = ("1.30", "1.34")
 SURFACE = json.loads((Path(__file__).parents[1] / "public_surface.json").read_text())
-# A load balancer, or kube-proxy, may still send something for so long after a pod was told to end.
+# After the beginning of a pod's termination, a load balancer or kube-proxy may send requests for this time.
 SPARE_SECONDS = 5.0
 OVERLAYS = ("laptop", "production", "everything")
 
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifest]]:
-    """Both overlays, and one with every component there is."""
+    """Return the manifests of both overlays, and of one with all components."""
     folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
-    # kustomize wants all below one folder that it reads, and by relative paths.
+    # kustomize reads only files in one folder, through relative paths.
     everything = folder / "overlays" / "everything"
     everything.mkdir(parents=True)
     for part in ("base", "components"):
@@ -48,21 +50,21 @@ def manifests(request: pytest.FixtureRequest, rendered: dict[str, list[Manifest]
     return rendered[request.param]
 
 
-def test_manifests_are_valid(manifests: list[Manifest]) -> None:
+def test_the_manifests_match_the_schemas(manifests: list[Manifest]) -> None:
     for manifest in manifests:
         if manifest["apiVersion"] != OPERATORS_GROUP:
             for version in VERSIONS:
                 kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_misspelt_field_is_seen(manifests: list[Manifest]) -> None:
-    router = json.loads(json.dumps(named(manifests, "Deployment", "router")))
+def test_a_field_with_a_wrong_name_is_detected(manifests: list[Manifest]) -> None:
+    router = json.loads(json.dumps(find_manifest(manifests, "Deployment", "router")))
     router["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(router, VERSIONS[0], strict=True)
 
 
-def test_the_programs_take_their_flags_and_environment(manifests: list[Manifest]) -> None:
+def test_the_programs_accept_their_flags_and_environment(manifests: list[Manifest]) -> None:
     checked = 0
     for pod in list_pods(manifests).values():
         for container, argv, environ in containers_of(pod):
@@ -75,7 +77,7 @@ def test_the_programs_take_their_flags_and_environment(manifests: list[Manifest]
     assert checked >= 6
 
 
-def test_probes_ask_for_paths_that_there_are(manifests: list[Manifest]) -> None:
+def test_the_paths_of_probes_exist(manifests: list[Manifest]) -> None:
     routes = {"router": SURFACE["routes"]["router"], "engine": SURFACE["routes"]["engine"]}
     for name, pod in list_pods(manifests).items():
         for container in pod["spec"]["containers"]:
@@ -88,7 +90,7 @@ def test_probes_ask_for_paths_that_there_are(manifests: list[Manifest]) -> None:
                 assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
 
 
-def test_pods_live_long_enough_to_be_drained(manifests: list[Manifest]) -> None:
+def test_the_grace_period_of_a_pod_is_longer_than_its_drain(manifests: list[Manifest]) -> None:
     pods = list_pods(manifests)
     for role in ("prefill", "decode"):
         (engine,) = pods[role]["spec"]["containers"]
@@ -102,7 +104,7 @@ def test_pods_live_long_enough_to_be_drained(manifests: list[Manifest]) -> None:
     assert pods["router"]["spec"]["terminationGracePeriodSeconds"] >= stopping + SPARE_SECONDS
 
 
-def test_containers_have_no_rights_that_they_do_not_need(rendered: dict[str, list[Manifest]]) -> None:
+def test_containers_have_few_rights(rendered: dict[str, list[Manifest]]) -> None:
     for overlay in ("laptop", "production"):
         for name, pod in list_pods(rendered[overlay]).items():
             assert pod["spec"]["securityContext"]["runAsNonRoot"], name
@@ -116,7 +118,7 @@ def test_containers_have_no_rights_that_they_do_not_need(rendered: dict[str, lis
                 assert "memory" in container.get("resources", {"requests": "memory"})["requests"], name
 
 
-def test_what_is_referred_to_is_there(manifests: list[Manifest]) -> None:
+def test_referenced_objects_exist(manifests: list[Manifest]) -> None:
     pods = list_pods(manifests)
     ports = {name: _port_names(pod) for name, pod in pods.items()}
     for service in (each for each in manifests if each["kind"] == "Service"):
@@ -139,7 +141,7 @@ def test_what_is_referred_to_is_there(manifests: list[Manifest]) -> None:
         assert any(labels.items() <= pod["metadata"]["labels"].items() for pod in pods.values())
 
 
-def test_names_in_flags_are_those_of_services(manifests: list[Manifest]) -> None:
+def test_the_hosts_in_flags_are_services(manifests: list[Manifest]) -> None:
     services = {each["metadata"]["name"]: each["spec"] for each in manifests if each["kind"] == "Service"}
 
     def check(host_and_port: str) -> None:
@@ -159,12 +161,12 @@ def test_names_in_flags_are_those_of_services(manifests: list[Manifest]) -> None
             if "lifecycle" in container:
                 hook = container["lifecycle"]["preStop"]["exec"]["command"]
                 check(hook[hook.index("--router") + 1])
-                # Instances must find a router that has none yet: one that is not ready.
+                # Instances must find a router that has no instances yet, and so is not ready.
                 assert services[flags["--router"].partition(":")[0]]["publishNotReadyAddresses"] is True
 
 
-def test_every_member_of_etcd_is_told_of_all(manifests: list[Manifest]) -> None:
-    etcd = named(manifests, "StatefulSet", "etcd")
+def test_each_member_of_etcd_has_the_addresses_of_all_members(manifests: list[Manifest]) -> None:
+    etcd = find_manifest(manifests, "StatefulSet", "etcd")
     ((_, argv, _),) = containers_of(etcd["spec"]["template"])
     flags = dict(word.removeprefix("--").split("=", 1) for word in argv[1:])
     expected = (f"etcd-{i}=http://etcd-{i}.etcd-members:2380" for i in range(etcd["spec"]["replicas"]))
@@ -172,7 +174,7 @@ def test_every_member_of_etcd_is_told_of_all(manifests: list[Manifest]) -> None:
     assert f"{flags['name']}={flags['initial-advertise-peer-urls']}" in flags["initial-cluster"]
 
 
-def test_the_operator_scrapes_what_serves_figures(rendered: dict[str, list[Manifest]]) -> None:
+def test_the_prometheus_operator_scrapes_all_metrics_ports(rendered: dict[str, list[Manifest]]) -> None:
     manifests = rendered["production"]
     pods = list_pods(manifests)
     monitored, jobs = set(), set()
@@ -194,7 +196,7 @@ def test_the_operator_scrapes_what_serves_figures(rendered: dict[str, list[Manif
             monitored |= selected
         for end in ends:
             assert set(end) - {"honorLabels"} == {"port", "path", "interval", "relabelings"}
-            # As deploy/prometheus/prometheus.yml has it, by which alerts and dashboards go.
+            # The same label as in deploy/prometheus/prometheus.yml, which alerts and dashboards use.
             assert end["relabelings"][0]["targetLabel"] == "job"
             jobs.add(end["relabelings"][0]["replacement"])
             assert end["port"] in ports
@@ -204,12 +206,12 @@ def test_the_operator_scrapes_what_serves_figures(rendered: dict[str, list[Manif
     assert jobs == {each["job_name"] for each in prometheus["scrape_configs"]}
 
 
-def test_the_operator_has_the_alerts_that_are_tested(rendered: dict[str, list[Manifest]]) -> None:
-    rule = named(rendered["production"], "PrometheusRule", "kvstore")
+def test_the_prometheus_operator_has_the_tested_alerts(rendered: dict[str, list[Manifest]]) -> None:
+    rule = find_manifest(rendered["production"], "PrometheusRule", "kvstore")
     assert rule["spec"] == yaml.safe_load((KUBERNETES.parent / "prometheus/alerts.yml").read_text())
 
 
-def test_the_autoscalers_go_by_a_figure_that_routers_tell(rendered: dict[str, list[Manifest]]) -> None:
+def test_the_autoscalers_use_a_metric_of_the_router(rendered: dict[str, list[Manifest]]) -> None:
     rule = yaml.safe_load((KUBERNETES / "components/autoscaling/prometheus-adapter-values.yaml").read_text())
     (external,) = rule["rules"]["external"]
     figures = SURFACE["one request"]["samples"]
@@ -218,7 +220,7 @@ def test_the_autoscalers_go_by_a_figure_that_routers_tell(rendered: dict[str, li
     assert {each["spec"]["scaleTargetRef"]["name"] for each in scalers} == {"prefill", "decode"}
     for scaler in scalers:
         target = scaler["spec"]["scaleTargetRef"]
-        assert "replicas" not in named(manifests, target["kind"], target["name"])["spec"]
+        assert "replicas" not in find_manifest(manifests, target["kind"], target["name"])["spec"]
         (metric,) = scaler["spec"]["metrics"]
         name = metric["external"]["metric"]["name"]
         assert external["seriesQuery"].startswith(name + "{")
@@ -227,11 +229,11 @@ def test_the_autoscalers_go_by_a_figure_that_routers_tell(rendered: dict[str, li
         assert metric["external"]["metric"]["selector"]["matchLabels"] == {"role": target["name"]}
 
 
-def test_secrets_are_in_no_manifest(manifests: list[Manifest]) -> None:
+def test_no_manifest_contains_a_secret(manifests: list[Manifest]) -> None:
     assert not [each for each in manifests if each["kind"] == "Secret"]
 
 
-def test_instances_hold_the_register_token_alone(rendered: dict[str, list[Manifest]]) -> None:
+def test_instances_have_only_the_register_token(rendered: dict[str, list[Manifest]]) -> None:
     pods = list_pods(rendered["production"])
     for role in ("prefill", "decode"):
         (volume,) = (each for each in pods[role]["spec"]["volumes"] if "secret" in each)
@@ -239,7 +241,7 @@ def test_instances_hold_the_register_token_alone(rendered: dict[str, list[Manife
 
 
 def _port_names(pod: Manifest) -> set[Any]:
-    """Names and numbers of a pod's ports."""
+    """Return the names and numbers of a pod's ports."""
     return set(_each_port(pod))
 
 

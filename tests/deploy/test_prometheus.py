@@ -1,6 +1,6 @@
-"""Prometheus scrapes a whole system: every panel and every alert finds its series; the alerts' files are well formed.
+"""Prometheus scrapes a whole system: each panel and each alert has its series, and the files of the alerts are valid.
 
-That alerts fire when their causes happen is shown by ``test_alerts.py``.
+``test_alerts.py`` tests that alerts fire after their causes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from tests.support.waiting import wait_until
 
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 
-# Panels and alerts that may have no data in good times, by the metric that lacks.
+# Panels and alerts that have no data without failures, by the missing metric.
 QUIET = {
     "router_queued_requests_by_priority": "told only while somebody waits in line",
     "kvstore_write_queue_blocks": "only of instances that write asynchronously (async_write)",
     "kvstore_dropped_writes_total": "only of instances that write asynchronously (async_write)",
 }
-# Eight processes start for the first of these tests.
+# The first of these tests starts eight processes.
 pytestmark = [needs_prometheus, needs_redis, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Iterator[System]:
-    """All that runs, and Prometheus beside it."""
+    """Run the whole system and Prometheus."""
     with monitored_system(tmp_path_factory.mktemp("system"), few_words) as running:
         yield running
 
 
 def list_panel_queries() -> dict[str, str]:
-    """The queries of all panels, as Grafana asks them where nothing is chosen, by where they stand."""
+    """Return the queries of all panels without selected variables, by their positions."""
     queries = {}
     for path in DASHBOARDS:
         for panel in json.loads(path.read_text())["panels"]:
@@ -53,11 +53,11 @@ def list_panel_queries() -> dict[str, str]:
 
 
 def list_alert_inputs() -> dict[str, str]:
-    """What each alert compares with its threshold."""
+    """Return the expressions that alerts compare with thresholds."""
     return {name: re.sub(r"\s(==|<|>)\s[\d.]+", "", shorten_windows(rule["expr"])) for name, rule in ALERTS.items()}
 
 
-def test_every_panel_and_every_alert_finds_its_series(system: System) -> None:
+def test_each_panel_and_each_alert_has_its_series(system: System) -> None:
     pending = list_panel_queries() | list_alert_inputs()
     assert len(pending) > 100
 
@@ -71,7 +71,7 @@ def test_every_panel_and_every_alert_finds_its_series(system: System) -> None:
         system.ask()
         for _ in range(
             2
-        ):  # the second time from prefill's own cache; the first time, as it has lost that, from the pool
+        ):  # the first response uses the pool, because prefill has lost its cache; the second one uses the cache
             system.ask("the same")
         plain_http.post(f"{system.prefill.url}/clear_prefix_cache")
 
@@ -81,25 +81,25 @@ def test_every_panel_and_every_alert_finds_its_series(system: System) -> None:
     assert not loud, "\n".join(["no data for", *loud])
 
 
-def test_nothing_fires_in_good_times_and_each_target_has_its_labels(system: System) -> None:
+def test_no_alert_fires_without_failures_and_each_target_has_its_labels(system: System) -> None:
     firing = {alert["labels"]["alertname"] for alert in system.prometheus.list_alerts()}
-    assert not firing - {"TimeToFirstTokenHigh"}  # which a machine that has other work may be guilty of
+    assert not firing - {"TimeToFirstTokenHigh"}  # a busy machine may cause this alert
     labels = [each["labels"] for each in system.prometheus.list_targets()]
     by_job = {(each["job"], each.get("role", "")): each["instance"] for each in labels}
     assert by_job.keys() == {("router", ""), ("instance", "prefill"), ("instance", "decode"), ("mooncake_master", "")}
     assert by_job["instance", "prefill"] == f"127.0.0.1:{system.prefill.port}"
-    # What the router says of an instance stands beside what the instance says of itself.
+    # Metrics of the router about an instance have the same labels as the metrics of the instance.
     both = system.prometheus.ask("router_instance_requests + on (role, instance) fastdeploy:num_requests_running")
     assert {sample.labels["role"] for sample in both} == {"prefill", "decode"}
 
 
-def test_the_files_are_well_formed() -> None:
+def test_the_files_are_valid() -> None:
     folder = DEPLOY / "prometheus"
     assert f"{len(ALERTS)} rules found" in run_promtool("check", "rules", RULES)
     assert "is valid" in run_promtool("check", "config", folder / "prometheus.yml")
 
 
-def test_each_alert_fires_by_series_that_its_cause_makes_and_no_other_does() -> None:
+def test_each_alert_fires_only_with_the_series_of_its_cause() -> None:
     run_promtool("test", "rules", DEPLOY / "prometheus" / "alerts_test.yml")
     expected = re.findall(r'alertname="(\w+)"', (DEPLOY / "prometheus" / "alerts_test.yml").read_text())
     assert sorted(expected) == sorted(ALERTS)

@@ -1,4 +1,4 @@
-"""The runbook has a section for each alert, which each alert names; its commands ask for things that are there."""
+"""The runbook has a section for each alert, and each alert names its section. Names in its commands exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_it_is_in_words_and_where_to_read_on(rule: dict[str, dict[str, str]]) -> None:
+def test_an_alert_has_a_severity_a_text_and_a_link_to_the_runbook(rule: dict[str, dict[str, str]]) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert rule["annotations"].keys() == {"summary", "description", "runbook"}
     assert rule["annotations"]["runbook"] == f"docs/runbook.md#{str(rule['alert']).lower()}"
@@ -32,7 +32,7 @@ def test_each_alert_has_a_section_in_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_section_says_what_it_means_who_notices_where_to_look_and_what_to_do(name: str) -> None:
+def test_a_section_has_the_meaning_the_effect_the_diagnosis_and_the_action(name: str) -> None:
     section = SECTIONS[name]
     places = [section.find(f"**{word}:**") for word in ("Means", "Users notice", "Look at", "Do")]
     assert -1 not in places
@@ -40,9 +40,9 @@ def test_a_section_says_what_it_means_who_notices_where_to_look_and_what_to_do(n
     assert "```bash" in section[places[2] : places[3]], "commands to look with"
 
 
-def test_figures_and_flags_that_the_runbook_names_are_there() -> None:
+def test_metrics_and_flags_in_the_runbook_exist() -> None:
     known = RECORD.read_text() + "".join(page.read_text() for page in (ROOT / "docs" / "operations").glob("*.md"))
-    # The master's own, which the whole system's test reads.
+    # Metrics of the master, which the test of the whole system reads.
     known += (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
     for name in re.findall(r"\b(?:router|kvstore)_\w+_\w+", RUNBOOK):
         assert name.removesuffix("_total").removesuffix("_sum") in known, name

@@ -1,4 +1,4 @@
-"""The units in ``deploy/systemd``: by systemd's own check, and their command lines by the parsers of the programs."""
+"""The units in ``deploy/systemd``, checked by systemd and by the parsers of the programs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 from tests.support.command_lines import check_command
 
 SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"
-# Each unit with the example of the file that it reads.
+# Each unit with its example of an environment file.
 UNITS = (
     ("kvstore-master.service", "master.env"),
     ("kvrouter.service", "router.env"),
     ("kvstore-instance@.service", "instance-prefill.env"),
     ("kvstore-instance@.service", "instance-decode.env"),
 )
-# What systemd's own measure of a unit's rights may say at most: 10 is "UNSAFE", 0 a process without any.
+# Maximum of systemd's exposure level of a unit: 10 is "UNSAFE", 0 means no rights.
 MAX_EXPOSURE = 3.0
 
 
 @pytest.mark.parametrize(("unit", "environment"), UNITS)
-def test_the_programs_take_their_flags_and_environment(unit: str, environment: str) -> None:
+def test_the_programs_accept_their_flags_and_environment(unit: str, environment: str) -> None:
     environ = read_environment(SYSTEMD / environment)
     commands = read_settings(unit, "ExecStart") + read_settings(unit, "ExecStop")
     assert commands
@@ -35,7 +35,7 @@ def test_the_programs_take_their_flags_and_environment(unit: str, environment: s
 
 
 @pytest.mark.parametrize("environment", sorted(path.name for path in SYSTEMD.glob("*.env")))
-def test_examples_in_comments_can_be_used(environment: str) -> None:
+def test_the_examples_in_comments_are_valid(environment: str) -> None:
     unit = next(unit for unit, name in UNITS if name == environment)
     environ = read_environment(SYSTEMD / environment)
     examples = re.findall(r"(\w+)=(\"[^\"]*\"|[^\s,]+)", "".join(comments(SYSTEMD / environment)))
@@ -45,7 +45,7 @@ def test_examples_in_comments_can_be_used(environment: str) -> None:
             check_command(expand_command(read_settings(unit, "ExecStart")[0], changed), changed)
 
 
-def test_stopping_leaves_time_for_what_runs() -> None:
+def test_a_stop_leaves_time_for_running_requests() -> None:
     (drain,) = read_settings("kvstore-instance@.service", "ExecStop")
     (limit,) = read_settings("kvstore-instance@.service", "TimeoutStopSec")
     wait = re.search(r"--wait (\d+)", drain)
@@ -57,7 +57,7 @@ def test_stopping_leaves_time_for_what_runs() -> None:
 
 
 @pytest.mark.parametrize("unit", dict.fromkeys(unit for unit, _ in UNITS))
-def test_systemd_has_nothing_to_complain_of(unit: str, tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed (Debian's systemd)")
@@ -80,23 +80,23 @@ def test_systemd_has_nothing_to_complain_of(unit: str, tmp_path: Path) -> None:
 
 
 def read_settings(unit: str, name: str) -> list[str]:
-    """The values of a setting, in their order."""
+    """Return the values of a setting, in their order."""
     return re.findall(rf"^{name}=(.*)$", (SYSTEMD / unit).read_text(), re.MULTILINE)
 
 
 def read_environment(path: Path) -> dict[str, str]:
-    """The variables of an environment file."""
+    """Return the variables of an environment file."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return {name: "".join(shlex.split(value)) for name, _, value in (line.partition("=") for line in lines)}
 
 
 def comments(path: Path) -> list[str]:
-    """The lines of an environment file that systemd passes over."""
+    """Return the comments of an environment file."""
     return [line for line in path.read_text().splitlines(keepends=True) if line.startswith("#")]
 
 
 def expand_command(command: str, environ: dict[str, str]) -> list[str]:
-    """As systemd does: ``${NAME}`` is one word, ``$NAME`` as many as it has."""
+    """Expand variables as systemd does: ``${NAME}`` is one word, ``$NAME`` may be several words."""
     words: list[str] = []
     for word in command.split():
         if re.fullmatch(r"\$\w+", word):

@@ -1,8 +1,8 @@
-"""The command lines of the scripts in FastDeploy's examples work here, or are refused with the sentence that helps.
+"""Our programs accept the commands in the scripts of FastDeploy's examples, or refuse them with a helpful sentence.
 
-Recorded from release 2.6 and from the newest files, with the scripts' variables filled in; their text is FastDeploy's,
-and is not kept here. What a real run of each script did is in the table of docs/migrate.md. Not here are the lines of
-``multi_api_server`` (``start_v1_dp2.sh``), a program that we do not have.
+The commands are from release 2.6 and from the newest files, with the scripts' variables replaced. The table in
+docs/migrate.md has the results of real runs. The commands of ``multi_api_server`` (``start_v1_dp2.sh``) are missing,
+because we do not have this program.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ETCD = "http://127.0.0.1:12379;http://127.0.0.1:22379;http://127.0.0.1:32379"
 
 @dataclass(frozen=True)
 class Line:
-    """A command of one of their scripts, and the end of the sentence that refuses it; empty: it works."""
+    """A command of a script, and the end of the sentence that refuses it; empty if it works."""
 
     script: str
     command: str
@@ -49,13 +49,13 @@ class Line:
 
 
 def pair(script: str, more: str = "", refusal: str = "") -> list[Line]:
-    """The prefill and the decode instance of a script."""
+    """Return the commands of the prefill and the decode instance in a script."""
     lines = [PAIRED.format(port=port, role=role) for port, role in ((52400, "prefill"), (52500, "decode"))]
     return [Line(script, f"{line}{more}", refusal) for line in lines]
 
 
 def pooled(script: str, model: str) -> list[Line]:
-    """Two instances that share a pool."""
+    """Return the commands of two instances that share a pool."""
     lines = [POOLED.format(model=model, port=port) for port in (52700, 52800)]
     return [Line(script, f"{line} --kvcache-storage-backend mooncake") for line in lines]
 
@@ -112,7 +112,7 @@ LINES = [
     *pair("splitwise/start_v1_tp2.sh", " --tensor-parallel-size 2", "this engine runs a model on one device"),
     Line("splitwise/start_v1_dp2.sh", f"{PYTHON_ROUTER} --port 8123 --splitwise"),
 ]
-WITHOUT_COMMANDS = ("splitwise/stop.sh", "splitwise/test.sh")  # they end processes, and send a request with curl
+WITHOUT_COMMANDS = ("splitwise/stop.sh", "splitwise/test.sh")  # these only end processes, and send a request with curl
 HA_FILES = {
     "ha_mooncake_config.json": "etcd://127.0.0.1:12379;127.0.0.1:22379;127.0.0.1:32379",
     "ha_redis_mooncake_config.json": "redis://127.0.0.1:6399",
@@ -120,7 +120,7 @@ HA_FILES = {
 
 
 def parse(command: str) -> str:
-    """Read the line as our program of that name does; the sentence that refuses it, or empty."""
+    """Parse a command with our program; return the sentence that refuses it, or an empty text."""
     program, *words = shlex.split(command)
     try:
         if program == API_SERVER:
@@ -136,7 +136,7 @@ def parse(command: str) -> str:
 
 
 def parse_master(words: list[str]) -> None:
-    """Read the flags of ``mooncake_master`` as those of ``kvstore master``."""
+    """Parse flags of ``mooncake_master`` as flags of ``kvstore master``."""
     parser = argparse.ArgumentParser()
     master.add_arguments(parser)
     arguments, native = parser.parse_known_args(words)
@@ -145,7 +145,7 @@ def parse_master(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.script)
-def test_each_command_of_fastdeploys_scripts_is_taken_or_refused_in_a_sentence(line: Line) -> None:
+def test_each_command_of_fastdeploys_scripts_is_accepted_or_refused_in_a_sentence(line: Line) -> None:
     sentence = parse(line.command)
     assert bool(sentence) == bool(line.refusal), sentence
     assert line.refusal in sentence
@@ -153,13 +153,13 @@ def test_each_command_of_fastdeploys_scripts_is_taken_or_refused_in_a_sentence(l
 
 
 @pytest.mark.parametrize("script", sorted({line.script for line in LINES} | set(WITHOUT_COMMANDS)))
-def test_each_of_their_scripts_has_a_row_in_the_migration_page(script: str) -> None:
+def test_the_migration_page_has_a_row_for_each_script(script: str) -> None:
     rows = [row for row in PAGE.splitlines() if row.startswith("| ") and f"`{script}`" in row]
     assert len(rows) == 1
 
 
 @pytest.mark.parametrize("name", HA_FILES)
-def test_the_files_of_their_scripts_for_several_masters_are_read(name: str, tmp_path: Path) -> None:
+def test_the_configuration_files_of_the_scripts_for_several_masters_are_accepted(name: str, tmp_path: Path) -> None:
     servers = HA_FILES[name]
     path = tmp_path / name
     addresses = {"metadata_server": servers, "master_server_addr": servers}

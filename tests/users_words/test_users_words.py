@@ -1,4 +1,4 @@
-"""Each line of the guides that our users come with works here, or is answered with the sentence that helps."""
+"""Each command in the guides of our users works here, or gets a sentence that helps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("snippet", [each for each in SNIPPETS if each not in ('""', "retrieval")])
-def test_each_word_stands_in_the_migration_page(snippet: str) -> None:
+def test_the_migration_page_has_each_name(snippet: str) -> None:
     if snippet.startswith("{"):
         assert all(name in PAGE for name in ("`metadata_server`", "`protocol`", "`use_ascend_direct`"))
     elif snippet.startswith("mooncake_master --port 12345"):
@@ -50,7 +50,7 @@ def test_each_word_stands_in_the_migration_page(snippet: str) -> None:
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_each_command_stands_in_the_migration_page_as_it_is_written_here(line: str) -> None:
+def test_the_migration_page_has_each_command(line: str) -> None:
     if line.startswith("curl"):
         assert line.split(" -d ")[0] in PAGE or 'curl ... "http://0.0.0.0:52700/v1/chat/completions"' in PAGE
         return
@@ -61,7 +61,7 @@ def test_each_command_stands_in_the_migration_page_as_it_is_written_here(line: s
 
 
 @pytest.mark.parametrize("script", [each for each in SNIPPETS if each.endswith(".sh")])
-def test_their_scripts_are_here(script: str) -> None:
+def test_the_scripts_of_the_guides_exist(script: str) -> None:
     ended = subprocess.run([EXAMPLES / script, "--help"], capture_output=True, text=True, timeout=60, check=False)
     assert "--dry-run" in ended.stdout
 
@@ -70,7 +70,7 @@ def test_their_scripts_are_here(script: str) -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "api_server" in line])
-def test_an_instances_flags_are_ours(line: str) -> None:
+def test_the_engine_accepts_the_flags_of_an_instance(line: str) -> None:
     words = translate(line, {}, MODEL)
     args = parse_args(words[words.index("engine.api_server") + 1 :], {})
     assert args.port in (52700, 52800, 52400, 52500)
@@ -79,18 +79,18 @@ def test_an_instances_flags_are_ours(line: str) -> None:
     assert args.enable_output_caching == (args.splitwise_role == "decode")
 
 
-def test_the_routers_flags_are_ours() -> None:
+def test_our_router_accepts_the_flags_of_the_router() -> None:
     words = translate(command("router.launch", "--splitwise"), {}, MODEL)
     settings = load_settings(words[words.index("router.launch") + 1 :], {})
     assert (settings.port, settings.splitwise) == (52700, True)
 
 
-def test_fd_debug_turns_debug_logs_on() -> None:
+def test_fd_debug_enables_debug_logs() -> None:
     name, _, value = command("FD_DEBUG").removeprefix("export ").partition("=")
     assert parse_args(["--model", MODEL], {name: value}).log_level == "debug"
 
 
-def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
+def test_the_message_for_a_missing_model_names_the_searched_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FD_MODEL_CACHE", str(tmp_path))
@@ -108,14 +108,14 @@ def test_a_hubs_name_that_is_not_here_says_where_it_was_looked_for(
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for the machine's RDMA devices; none at first."""
+    """Return the folder of simulated RDMA devices, which is empty."""
     folder = tmp_path / "infiniband"
     monkeypatch.setattr(values, "DEVICES_FOLDER", folder)
     return folder
 
 
-def with_their_file(folder: Path, **changes: object) -> dict[str, str]:
-    """The environment of their guide."""
+def write_config(folder: Path, **changes: object) -> dict[str, str]:
+    """Write the guide's configuration file; return the environment of the guide."""
     file = folder / "mooncake_config.json"
     file.write_text(json.dumps({**MOONCAKE_FILE, **changes}))
     return {"MOONCAKE_CONFIG_PATH": str(file)}
@@ -125,27 +125,27 @@ def mooncake_settings(environ: dict[str, str]) -> dict[str, Any]:
     return asdict(load_config("mooncake", environ=environ).store)
 
 
-def test_their_file_is_read_where_there_is_rdma(tmp_path: Path, devices: Path) -> None:
+def test_the_guides_configuration_is_read_on_a_machine_with_rdma(tmp_path: Path, devices: Path) -> None:
     (devices / "mlx5_0").mkdir(parents=True)
-    found = mooncake_settings(with_their_file(tmp_path))
+    found = mooncake_settings(write_config(tmp_path))
     assert {name: found[name] for name in MOONCAKE_FILE} == MOONCAKE_FILE
 
 
-def test_their_file_without_rdma_is_answered_with_file_word_and_remedy(tmp_path: Path, devices: Path) -> None:
+def test_without_rdma_the_message_names_the_file_the_key_and_the_solution(tmp_path: Path, devices: Path) -> None:
     with pytest.raises(ConfigError, match=r'"protocol" in .*mooncake_config.json is .rdma.; .*no RDMA device; set tcp'):
-        mooncake_settings(with_their_file(tmp_path))
+        mooncake_settings(write_config(tmp_path))
 
 
-def test_their_remedy_without_rdma_works(tmp_path: Path, devices: Path) -> None:
+def test_the_solution_without_rdma_works(tmp_path: Path, devices: Path) -> None:
     name, _, value = command("MOONCAKE_PROTOCOL=tcp").partition("=")
-    assert mooncake_settings({**with_their_file(tmp_path), name: value})["protocol"] == "tcp"
+    assert mooncake_settings({**write_config(tmp_path), name: value})["protocol"] == "tcp"
 
 
 @pytest.mark.parametrize("variable", [each for each in SNIPPETS if re.fullmatch(r"MOONCAKE_\w+", each)])
-def test_each_of_their_variables_is_read(variable: str, tmp_path: Path, devices: Path) -> None:
+def test_each_variable_of_the_guide_is_read(variable: str, tmp_path: Path, devices: Path) -> None:
     (devices / "mlx5_7").mkdir(parents=True)
     if variable == "MOONCAKE_CONFIG_PATH":
-        assert mooncake_settings(with_their_file(tmp_path))["master_server_addr"] == "0.0.0.0:15001"
+        assert mooncake_settings(write_config(tmp_path))["master_server_addr"] == "0.0.0.0:15001"
         return
     name = variable.removeprefix("MOONCAKE_").lower()
     text = {"protocol": "tcp", "rdma_devices": "mlx5_7", "metadata_server": "P2PHANDSHAKE"}.get(name, "123456789")
@@ -158,8 +158,8 @@ def test_each_of_their_variables_is_read(variable: str, tmp_path: Path, devices:
 
 
 @contextlib.contextmanager
-def their_master(line: str, ports: dict[int, int], log: Path) -> Iterator[Child]:
-    """A real master by their command line; kept on loopback as far as Mooncake lets itself be."""
+def running_master(line: str, ports: dict[int, int], log: Path) -> Iterator[Child]:
+    """Run a real master with the guide's command line, on loopback as far as Mooncake allows it."""
     program, *flags = translate(line, ports, MODEL)
     assert program == "mooncake_master"
     rpc_port = next(iter(ports.values()))
@@ -171,11 +171,11 @@ def their_master(line: str, ports: dict[int, int], log: Path) -> Iterator[Child]
 def test_mindies_master_starts(tmp_path: Path) -> None:
     (port, metrics_port) = free_ports(2)
     line = command("mooncake_master", "12345") + f" --metrics_port={metrics_port}"
-    with their_master(line, {12345: port}, tmp_path / "log") as master:
+    with running_master(line, {12345: port}, tmp_path / "log") as master:
         assert master.exit_code is None
 
 
-def test_mindies_flags_are_taken_by_our_command() -> None:
+def test_our_command_accepts_mindies_flags() -> None:
     _, *flags = command("mooncake_master", "12345").split()
     ended = run_module("kvstore_backend.cli", "master", "--print", *flags)
     assert ended.returncode == 0, ended.stderr
@@ -185,12 +185,12 @@ def test_mindies_flags_are_taken_by_our_command() -> None:
     assert "export MOONCAKE_MASTER_SERVER_ADDR=127.0.0.1:12345" in ended.stdout
 
 
-# The guides, followed.
+# The guides as a whole.
 
 
 @dataclass
 class Guide:
-    """A guide's processes, started by its own lines in one folder."""
+    """The processes of a guide, started with its own commands in one folder."""
 
     folder: Path
     ports: dict[int, int]
@@ -199,7 +199,7 @@ class Guide:
     model: str
 
     def start(self, line: str, name: str) -> Child:
-        """``line`` in the background, as the guide has it; its log goes where the guide looks for it."""
+        """Start a command of the guide in the background, with the log file of the guide."""
         words = translate(line, self.ports, self.model)
         assert words[0] == "python"
         environ = {"PYTHONPATH": str(ROOT), **self.environ}
@@ -210,11 +210,11 @@ class Guide:
         )
 
     def wait_for(self, process: Child, port: int) -> None:
-        """Until what should listen at the guide's ``port`` does, and is healthy."""
+        """Wait until the process at the guide's ``port`` is healthy."""
         process.wait_for(lambda: plain_http.answers_ok(f"http://127.0.0.1:{self.ports[port]}/health"), "healthy", 120)
 
     def shell(self, line: str) -> str:
-        """What a line of the guide prints in that folder."""
+        """Run a command of the guide in its folder; return the output."""
         for port, free in self.ports.items():
             line = line.replace(str(port), str(free))
         ended = subprocess.run(
@@ -224,13 +224,13 @@ class Guide:
         return ended.stdout
 
     def ask(self, line: str) -> Any:
-        """The answer to a curl of the guide."""
+        """Run a curl command of the guide; return the response."""
         answer = json.loads(self.shell(line))
         assert answer["choices"][0]["message"]["content"], answer
         return answer
 
     def ask_question(self, port: int) -> int:
-        """Tokens from the pool of our own question's prompt at the guide's ``port``."""
+        """Send a prompt to the guide's ``port``; return the number of its tokens that came from the pool."""
         head = command("curl", "Hello, world!").partition(" -d ")[0].replace("52700", str(port))
         answer = self.ask(f"{head} -d @{QUESTION}")
         return int(answer["usage"]["prompt_tokens_details"]["pool_cached_tokens"])
@@ -250,10 +250,10 @@ def model(few_words: Path) -> str:
 
 @contextlib.contextmanager
 def following(folder: Path, model: str, *ports: int) -> Iterator[Guide]:
-    """A guide with its master running."""
+    """Run the master of a guide."""
     mapped = dict(zip((15001, 15002, 15003, *ports), free_ports(3 + len(ports)), strict=True))
     with ExitStack() as processes:
-        processes.enter_context(their_master(command("mooncake_master", "15001"), mapped, folder / "master"))
+        processes.enter_context(running_master(command("mooncake_master", "15001"), mapped, folder / "master"))
         yield Guide(folder, mapped, processes, {"MC_TCP_BIND_ADDRESS": "127.0.0.1"}, model)
 
 
@@ -273,7 +273,7 @@ def two_instances(tmp_path_factory: pytest.TempPathFactory, model: str) -> Itera
         yield guide
 
 
-def test_what_one_instance_computed_is_read_by_the_other(two_instances: Guide) -> None:
+def test_an_instance_reads_the_blocks_that_the_other_instance_computed(two_instances: Guide) -> None:
     assert two_instances.ask_question(52700) == 0
     wait_until(lambda: saved_keys(two_instances) >= 6, "the prompt to be in the pool")
     assert two_instances.ask_question(52800) >= 64
@@ -287,14 +287,14 @@ def test_the_guides_grep_finds_the_hit(two_instances: Guide) -> None:
     )
 
 
-def test_the_guides_curl_is_answered_at_both_ports(two_instances: Guide) -> None:
+def test_the_guides_curl_works_at_both_ports(two_instances: Guide) -> None:
     line = command("curl", "Hello, world!")
     for port in ("52700", "52800"):
         answer = two_instances.ask(line.replace("52700", port))
         assert answer["usage"]["prompt_tokens_details"]["pool_cached_tokens"] == 0
 
 
-def test_the_guides_own_prompt_is_told_why_it_does_not_hit(two_instances: Guide) -> None:
+def test_the_log_explains_the_miss_of_the_guides_prompt(two_instances: Guide) -> None:
     line = command("curl", "Hello, world!").replace("52700", "52800")
     request_id = two_instances.ask(line)["id"].removeprefix("chatcmpl-")
     log = (two_instances.folder / f"log_{two_instances.ports[52800]}" / "api_server.log").read_text()
@@ -304,7 +304,7 @@ def test_the_guides_own_prompt_is_told_why_it_does_not_hit(two_instances: Guide)
     )
 
 
-def test_the_metadata_server_says_that_it_is_alive_by_a_400(two_instances: Guide) -> None:
+def test_the_metadata_server_responds_with_400(two_instances: Guide) -> None:
     url = command("curl http://localhost:15002").split()[1].replace("15002", str(two_instances.ports[15002]))
     answer = plain_http.get(url.replace("localhost", "127.0.0.1"))
     assert (answer.status_code, "Missing key parameter" in answer.text) == (400, True)
@@ -323,7 +323,7 @@ def test_ss_finds_the_master(two_instances: Guide) -> None:
 
 
 @pytest.mark.skipif(shutil.which("lsof") is None, reason="lsof is not installed")
-def test_the_pages_lsof_names_the_master_alone_where_theirs_names_the_instances_too(two_instances: Guide) -> None:
+def test_the_pages_lsof_finds_only_the_master_but_the_guides_lsof_also_finds_instances(two_instances: Guide) -> None:
     ours = re.search(r"`kill \$\((lsof [^)]*)\)`", PAGE)
     assert ours
     (listening,) = two_instances.shell(ours[1]).split()
@@ -354,11 +354,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Guide
         yield guide
 
 
-def test_a_pair_answers_the_guides_curl(pair: Guide) -> None:
+def test_a_pair_responds_to_the_guides_curl(pair: Guide) -> None:
     pair.ask(command("curl", "Hello!"))
 
 
-def test_prefill_reads_what_decode_saved_and_the_guides_grep_finds_it(pair: Guide) -> None:
+def test_prefill_reads_the_blocks_of_decode_and_the_guides_grep_finds_the_hit(pair: Guide) -> None:
     pair.ask_question(52500)
     wait_until(lambda: saved_keys(pair) >= 6, "the prompt to be in the pool")
     assert pair.ask_question(52700) >= 64
@@ -374,7 +374,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write_mindie(tmp_path: Path) -> Write:
-    """Writes MindIE's two files as the guide has them; the first one's path."""
+    """Return a function that writes the two files of MindIE's guide, and returns the path of the first one."""
 
     def write(pool: object = None, **changes: object) -> Path:
         file = tmp_path / "mooncake.json"
@@ -409,7 +409,7 @@ def pool_of(file: Path) -> PoolConfig | None:
     return read_config(str(file))
 
 
-def test_mindies_files_are_read_with_all_that_is_not_ours(write_mindie: Write) -> None:
+def test_mindies_files_are_read_and_their_other_members_are_ignored(write_mindie: Write) -> None:
     config = pool_of(write_mindie())
     assert config is not None
     found = asdict(config.store)
@@ -421,7 +421,7 @@ def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_module("kvstore_backend.cli", "doctor", *map(str, arguments))
 
 
-def test_doctor_names_what_an_ascend_machine_lacks(write_mindie: Write) -> None:
+def test_doctor_lists_the_missing_parts_of_an_ascend_machine(write_mindie: Write) -> None:
     file = write_mindie(master_server_address="127.0.0.1:1")
     for needed in ("LD_LIBRARY_PATH", "ASCEND_BUFFER_POOL=4:8", "/etc/hccn.conf", "mooncake-transfer-engine-npu"):
         assert needed in doctor(file).stdout
@@ -441,13 +441,13 @@ def test_doctor_names_a_protocol_that_is_not_mindies(write_mindie: Write) -> Non
     assert re.search(r"^fail +MindIE .*ascend", doctor(file).stdout, re.MULTILINE)
 
 
-def test_the_links_memory_is_worked_out() -> None:
+def test_the_memory_of_the_links_is_computed() -> None:
     found = doctor("--cards", 128, "--memory-factor", 0.92).stdout
     assert "127 x 4 MB = 508 MB" in found
     assert "0.91, which frees 600 MB; to 0.88 if cards may be added" in found
 
 
-# Look-up instead of compute.
+# Sparse attention.
 
 THEIR_DEFAULTS = {
     "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "1024",
@@ -459,33 +459,33 @@ THEIR_DEFAULTS = {
 LONG = ["--model", MODEL, "--max-model-len", "131072", "--block-size", "128"]
 
 
-def test_their_variables_are_those_of_the_guide() -> None:
+def test_the_retrieval_variables_are_those_of_the_guide() -> None:
     assert list(THEIR_DEFAULTS) == [each for each in SNIPPETS if each.startswith("VLLM_RETRIEVAL_")]
 
 
-def test_their_defaults_are_ours() -> None:
+def test_our_retrieval_defaults_are_those_of_the_guide() -> None:
     plain = parse_args([*LONG, "--enable-retrieval"], {}).retrieval
     assert plain is not None
     assert parse_args([*LONG, "--enable-retrieval"], THEIR_DEFAULTS).retrieval == plain
 
 
 @pytest.mark.parametrize("variable", THEIR_DEFAULTS)
-def test_each_of_their_retrieval_variables_is_read(variable: str) -> None:
+def test_each_retrieval_variable_of_the_guide_is_read(variable: str) -> None:
     value = "0.1" if "PERCENT" in variable else "96K" if "OFFLOAD" in variable else "16K"
     changed = parse_args([*LONG, "--enable-retrieval"], {variable: value}).retrieval
     assert changed != parse_args([*LONG, "--enable-retrieval"], {}).retrieval
 
 
-def test_their_plugin_list_turns_it_on() -> None:
+def test_the_guides_plugin_list_enables_retrieval() -> None:
     name, _, value = command("VLLM_PLUGINS").removeprefix("export ").partition("=")
     assert parse_args(LONG, {name: value}).retrieval is not None
 
 
-def test_without_retrieval_in_the_list_it_is_off() -> None:
+def test_a_plugin_list_without_retrieval_disables_it() -> None:
     assert parse_args(LONG, {"VLLM_PLUGINS": "ascend_enhanced_model,ascend"}).retrieval is None
 
 
-def test_their_sizes_without_the_plugin_are_not_passed_over(
+def test_retrieval_sizes_without_the_plugin_get_a_warning(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     parse_args(LONG, {"VLLM_RETRIEVAL_INIT_TOKENS_NUM": "512"})

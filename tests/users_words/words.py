@@ -1,4 +1,4 @@
-"""USERS_WORDS.md, taken apart: what it has our users type, as it stands there."""
+"""The commands and names in USERS_WORDS.md, which our users type."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _MODULES = {
 
 _JSON, _LINES = _FENCED.findall(_TEXT)
 SNIPPETS = [each.strip() for each in re.findall(r"`([^`\n]+)`", _FENCED.sub("", _TEXT))]
-"""What stands between back-quotes within its sentences."""
+"""The texts in back-quotes in its sentences."""
 
 COMMANDS = [line.partition("      # ")[0].strip() for line in _LINES.splitlines()]
-"""The lines of FastDeploy's guide, from the master to the last curl, without their remarks."""
+"""The commands of FastDeploy's guide, from the master to the last curl, without comments."""
 
 MOONCAKE_FILE: dict[str, Any] = json.loads(_JSON)
 MINDIE_FILE: dict[str, Any] = json.loads(next(each for each in SNIPPETS if each.startswith('{"local_hostname"')))
 
 
 def command(*parts: str) -> str:
-    """The one line that has all these parts in it."""
+    """Return the one command that contains all these parts."""
     found: list[str] = [line for line in [*COMMANDS, *SNIPPETS] if all(part in line for part in parts)]
     (line,) = found
     return line
 
 
 def translate(line: str, ports: Mapping[int, int], model: str) -> list[str]:
-    """The words of a line with our module names, ports that are free here, and a model that is here."""
+    """Return the words of a command with our module names, free ports and a local model."""
     for theirs, ours in _MODULES.items():
         line = line.replace(theirs, ours)
     for port, free in ports.items():
