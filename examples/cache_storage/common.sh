@@ -266,7 +266,7 @@ start() {
         return
     fi
     mkdir -p "log_$name"
-    FD_LOG_DIR=log_$name setsid "$@" >"log_$name/nohup" 2>&1 </dev/null &
+    FD_LOG_DIR=log_$name setsid "$@" >"log_$name/nohup" 2>&1 </dev/null 9>&- & # without the lock of "prepare"
     pids[$name]=$!
 }
 
@@ -341,7 +341,7 @@ watched() {
         print_command "$@"
         return
     fi
-    setsid "$@" & # with what it starts itself, it can then be ended as a group
+    setsid "$@" 9>&- & # with what it starts itself, it can then be ended as a group
     WATCHED=$!
     while kill -0 "$WATCHED" 2>/dev/null; do
         check_alive

@@ -57,6 +57,23 @@ def test_the_logs_of_another_example_that_runs_are_not_removed() -> None:
     shutil.rmtree(log.parent)
 
 
+def test_what_is_started_does_not_inherit_the_lock(tmp_path: Path) -> None:
+    commands = f"""
+        source {EXAMPLES}/common.sh
+        exec 9>lock
+        EXPENDABLE=started
+        start started ls -l /proc/self/fd
+        wait "${{pids[started]}}"
+        watched ls -l /proc/self/fd
+    """
+    ended = subprocess.run(
+        ["bash", "-euc", commands], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    for listed in (ended.stdout, (tmp_path / "log_started" / "nohup").read_text()):
+        assert "/proc/" in listed
+        assert "lock" not in listed
+
+
 def test_a_child_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     with running("run.sh", MODEL_NAME=str(tmp_path)) as script:
         assert script.end(60) == 1
