@@ -391,12 +391,15 @@ def _check_metadata_in(scheme: str, url: str, servers: Sequence[str]) -> Iterato
     )
 
 
-def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> MasterAdmin:
+def require_admin(
+    settings: MooncakeSettings, metrics_address: str | None, setting: str = "--master-metrics"
+) -> MasterAdmin:
     """Return a client of the HTTP interface that a cluster's master has at its ``--metrics_port``.
 
     Args:
         settings: settings with the address of the master.
         metrics_address: address of the HTTP interface, as the user gave it, or None to try the usual ports.
+        setting: name of the setting with which users give this address, for messages.
 
     Raises:
         PoolUnavailable: no master answers, or its HTTP interface does not answer.
@@ -407,12 +410,12 @@ def require_admin(settings: MooncakeSettings, metrics_address: str | None) -> Ma
     admin = find_admin(address, metrics_address)
     if admin is None and metrics_address:
         raise PoolUnavailable(
-            f"no master answers with its metrics at {metrics_address}; correct --master-metrics, the address "
+            f"no master answers with its metrics at {metrics_address}; correct {setting}, the address "
             f"with the --metrics_port of the master at {address}"
         )
     if admin is None:
         raise PoolUnavailable(
-            f"the master at {address} does not answer on the usual ports for metrics; give --master-metrics HOST:PORT"
+            f"the master at {address} does not answer on the usual ports for metrics; give {setting} HOST:PORT"
         )
     return admin
 

@@ -306,23 +306,25 @@ class Case:
         run: sends the requests and causes the fault; it records problems in the trial.
         lacks: returns what a recipe lacks for this case, as a sentence; empty if it lacks nothing.
         is_quick: whether ``--quick`` includes the case.
+        changes_values: whether the case removes, damages or adds values in the pool, for which it must list them.
     """
 
     name: str
     run: Callable[[Trial], None]
     lacks: Callable[[Recipe], str]
     is_quick: bool = True
+    changes_values: bool = False
 
 
 def list_cases(recipe: Recipe) -> list[Case]:
     """Return all cases in the order of their runs, including a case for each of the recipe's groups and changes."""
     cases = [
         Case("no fault", _run_fault(None, None), lambda recipe: ""),
-        Case("evicted between look-up and read", _evict_meanwhile, _lack_pool),
-        Case("bytes flipped", _damage(lambda pool: pool.flip_bytes()), _lack_pool),
-        Case("values truncated", _damage(lambda pool: pool.truncate()), _lack_pool),
+        Case("evicted between look-up and read", _evict_meanwhile, _lack_pool, changes_values=True),
+        Case("bytes flipped", _damage(lambda pool: pool.flip_bytes()), _lack_pool, changes_values=True),
+        Case("values truncated", _damage(lambda pool: pool.truncate()), _lack_pool, changes_values=True),
         Case("client leaves during a load", _leave, lambda recipe: ""),
-        Case("pool full", _fill, _lack_mooncake, is_quick=False),
+        Case("pool full", _fill, _lack_mooncake, is_quick=False, changes_values=True),
         Case("master killed and restarted", _signal("master", Program.kill, Program.start), _lack_part("master")),
         Case("master hung", _signal("master", Program.hang, Program.resume), _lack_part("master")),
         Case("owner killed", _signal("owner", Program.kill, Program.start), _lack_part("owner")),
@@ -331,7 +333,10 @@ def list_cases(recipe: Recipe) -> list[Case]:
         Case("one prefix with two salts", _salt, _lack_salts),
         Case("same words after other words", _move_words, lambda recipe: ""),
     ]
-    cases += [Case(f"lost: {name}", _lose_group(keys), _lack_pool) for name, keys in recipe.groups.items()]
+    cases += [
+        Case(f"lost: {name}", _lose_group(keys), _lack_pool, changes_values=True)
+        for name, keys in recipe.groups.items()
+    ]
     return cases + [Case(name, _change(change), lambda recipe: "") for name, change in recipe.changes.items()]
 
 

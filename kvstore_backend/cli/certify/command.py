@@ -145,7 +145,14 @@ def _choose_cases(recipe: Recipe, only: Sequence[str], *, is_quick: bool) -> lis
 def _run_cases(recipe: Recipe, cases: Sequence[Case], folder: Path, num_prompts: int) -> tuple[list[Result], str]:
     """Run cases; return their results, and the version of the instances."""
     results = []
-    with show_progress(recipe.title, len(cases)) as tell, _start_all(recipe, folder, num_prompts) as trial:
+    changes_values = any(case.changes_values and not case.lacks(recipe) for case in cases)
+    with (
+        show_progress(recipe.title, len(cases)) as tell,
+        _start_parts(recipe, folder) as parts,
+        contextlib.ExitStack() as running,
+    ):
+        unavailable = _check_pool_is_empty(recipe) if changes_values else None
+        trial = running.enter_context(_start_instances(recipe, parts, folder, num_prompts))
         version = trial.plain.find_version()
         for number, case in enumerate(cases):
             tell(number, case.name)
@@ -155,6 +162,8 @@ def _run_cases(recipe: Recipe, cases: Sequence[Case], folder: Path, num_prompts:
                 continue
             try:
                 trial.begin(case.name)
+                if unavailable and case.changes_values:
+                    raise unavailable
                 case.run(trial)
             except Exception as exc:  # the other cases are still worth running
                 trial.problems.append(f"the case was not finished: {type(exc).__name__}: {exc}")
@@ -211,11 +220,9 @@ def _start_parts(recipe: Recipe, folder: Path) -> Iterator[dict[str, Program]]:
 
 
 @contextlib.contextmanager
-def _start_all(recipe: Recipe, folder: Path, num_prompts: int) -> Iterator[Trial]:
-    """Start the pool's programs, two instances that share the pool and one without a cache, for the ``with`` block."""
+def _start_instances(recipe: Recipe, parts: Mapping[str, Program], folder: Path, num_prompts: int) -> Iterator[Trial]:
+    """Start two instances that share the pool and one without a cache, for the ``with`` block."""
     with contextlib.ExitStack() as running:
-        parts = running.enter_context(_start_parts(recipe, folder))
-        _check_pool_is_empty(recipe)
         names = {"first": recipe.instance.cache, "second": recipe.instance.cache, "plain": recipe.instance.plain}
         first, second, plain = (
             running.enter_context(_run_instance(recipe, name, cache, {}, folder)) for name, cache in names.items()
@@ -244,25 +251,30 @@ def _start_all(recipe: Recipe, folder: Path, num_prompts: int) -> Iterator[Trial
         yield Trial(recipe, parts, first, second, plain, tampering, start_changed, start_part, num_prompts)
 
 
-def _check_pool_is_empty(recipe: Recipe) -> None:
-    """Raise ``ConfigError`` if the pool is Mooncake's and has values, which the cases would remove and damage."""
+def _check_pool_is_empty(recipe: Recipe) -> PoolUnavailable | None:
+    """Check that a Mooncake pool is empty; return the error if its values cannot be listed.
+
+    Raises:
+        ConfigError: the pool has values, which the cases would remove and damage.
+    """
     if "://" not in recipe.pool:
-        return  # ``_start_parts`` has checked the folder
+        return None  # ``_start_parts`` has checked the folder
     deadline = time.monotonic() + _ANSWER_SECONDS
     while True:
         try:
             with _open_tampering(recipe) as pool:
                 count = pool.count_values()
             break
-        except PoolUnavailable:  # a master that was just started may not answer yet
+        except PoolUnavailable as exc:  # a master that was just started may not answer yet
             if time.monotonic() > deadline:
-                raise
+                return exc
             time.sleep(_POLL_SECONDS)
     if count:
         raise ConfigError(
             f"pool is {recipe.pool!r}, which has {count} values; certify removes and damages all values in it, so it "
             "must be new or empty"
         )
+    return None
 
 
 def _make_part(recipe: Recipe, name: str, folder: Path) -> Program:

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kvstore_backend.backend import ConfigError, Status
+from kvstore_backend.backend import ConfigError, PoolUnavailable, Status
 from kvstore_backend.cli.checks import require_admin
-from kvstore_backend.config import MooncakeSettings, read_config
+from kvstore_backend.config import DEFAULT_TENANT, MooncakeSettings, read_config
 from kvstore_backend.stores.holdings import MooncakeHoldings, StoredBytes
 
 __all__ = ["Tampering", "open_tampering"]
@@ -162,11 +162,17 @@ def open_tampering(pool: str, master_metrics: str) -> Tampering:
 
     Raises:
         ConfigError: ``pool`` is neither the URL of a Mooncake pool nor a folder.
-        PoolUnavailable: the pool does not answer.
+        PoolUnavailable: the pool does not answer, or does not list its values.
     """
     if "://" not in pool:
         return _FolderTampering(Path(pool))
     config = read_config(pool)
     if config is None or not isinstance(config.store, MooncakeSettings):
         raise ConfigError(f"pool is {pool!r}; it must be mooncake://HOST:PORT?... or a folder")
-    return _MooncakeTampering(MooncakeHoldings(config.store, require_admin(config.store, master_metrics)))
+    holdings = MooncakeHoldings(config.store, require_admin(config.store, master_metrics, "pool_metrics"))
+    if not holdings.is_listed:
+        raise PoolUnavailable(
+            f"pool is {pool!r}; Mooncake lists only the values of tenant {DEFAULT_TENANT!r}, so those of "
+            f"{config.store.tenant_id!r} cannot be found; remove tenant_id from the recipe"
+        )
+    return _MooncakeTampering(holdings)

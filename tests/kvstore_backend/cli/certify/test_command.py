@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvstore_backend.backend import Status
+from kvstore_backend.backend import PoolUnavailable, Status
 from kvstore_backend.cli.certify.isolation import compute_auc, compute_interval
 from kvstore_backend.cli.certify.tampering import open_tampering
 from kvstore_backend.pool import open_store
 from tests.kvstore_backend.cli.command import kvstore
 from tests.support.memory import Memory
-from tests.support.mooncake import MooncakeMaster
+from tests.support.mooncake import MooncakeMaster, mooncake_master
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "certify"
 RECIPE = """
@@ -184,6 +184,29 @@ def test_a_mooncake_pool_with_values_of_others_is_refused(mooncake_master: Moonc
         ended = kvstore("certify", recipe)
         assert (ended.status, "it must be new or empty" in ended.errors) == (1, True), ended.errors
         owner.unregister(memory.address, memory.nbytes)
+
+
+def test_values_that_cannot_be_listed_stop_only_the_cases_that_change_them(
+    mooncake_master: MooncakeMaster, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "toy.yaml"
+    pool = f"mooncake://{mooncake_master.address}?metadata_server=P2PHANDSHAKE"
+    text = RECIPE.format(sabotage="none", stall=20)
+    recipe.write_text(text.replace("\npool: ${folder}/pool", f"\npool: {pool}\npool_metrics: 127.0.0.1:1"))
+    ended = kvstore("certify", recipe, "--quick", "--json", "--only", "no fault", "--only", "bytes flipped")
+    no_fault, flipped = json.loads(ended.output)["cases"]
+    assert (ended.status, no_fault["problems"], len(flipped["problems"])) == (1, [], 1)
+    assert "no master answers with its metrics at 127.0.0.1:1; correct pool_metrics, the addr" in flipped["problems"][0]
+
+
+def test_the_values_of_a_tenant_that_cannot_be_listed_are_not_changed(tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas.yaml"
+    quotas.write_text("version: 1\ntenants:\n  - name: a\n    quota: 1048576\n")
+    flags = ("--enable_multi_tenants=true", f"--tenant_quota_connector_uri={quotas}")
+    with mooncake_master(tmp_path / "master.log", *flags) as master:
+        pool = f"mooncake://{master.address}?metadata_server=P2PHANDSHAKE&tenant_id=a"
+        with pytest.raises(PoolUnavailable, match="only the values of tenant 'default', so those of 'a' cannot be"):
+            open_tampering(pool, master.metrics_url.split("/")[2])
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
