@@ -152,6 +152,7 @@ class HandoverReceiver:
         # request has the result.
         self._pending: dict[str, asyncio.Future[_Handover]] = {}
         self._serving: set[asyncio.Task[None]] = set()
+        self._has_logged_version = False
 
     @property
     def num_pending(self) -> int:
@@ -202,10 +203,7 @@ class HandoverReceiver:
                 return None
             result = await handover.wait_for_result()
             if result and result.prefilled and handover.prompt.sampling != prompt.sampling:
-                log.info(
-                    "request %s: the prefill instance sampled for another request with this id; sampling here",
-                    request_id,
-                )
+                self._log_other_sampling(request_id, handover.prompt.sampling)
                 return replace(result, prefilled=replace(result.prefilled, token=None, logprobs=None))
             return result
         except asyncio.TimeoutError:
@@ -218,6 +216,20 @@ class HandoverReceiver:
         finally:
             if is_first:
                 self._forget_request(request_id, begun)
+
+    def _log_other_sampling(self, request_id: str, sampling: str | None) -> None:
+        """Log why the prefill instance's token is not used; for a prefill instance of an earlier version only once."""
+        if sampling is not None:
+            log.info(
+                "request %s: the prefill instance sampled for another request with this id; sampling here", request_id
+            )
+        elif not self._has_logged_version:
+            self._has_logged_version = True
+            log.warning(
+                "request %s: a prefill instance is of an earlier version, which does not say how it samples; "
+                "sampling the first tokens of its requests here",
+                request_id,
+            )
 
     def _find_or_add(self, request_id: str) -> asyncio.Future[_Handover]:
         if request_id not in self._pending:

@@ -42,13 +42,14 @@ class Prompt:
         digest: a digest of all tokens and of the ``cache_salt``. If it is equal in both instances, the prompts are
             equal. But ``num_tokens`` and ``hashes`` from another instance may still be wrong.
         sampling: how the first token of the answer is sampled. If the request at the decode instance has the same
-            prompt but samples in another way, it uses the KV but not the token.
+            prompt but samples in another way, it uses the KV but not the token. None: the prefill instance is of a
+            version that does not send this.
     """
 
     num_tokens: int
     hashes: tuple[bytes, ...]
     digest: str
-    sampling: str = field(compare=False)
+    sampling: str | None = field(compare=False)
 
     @classmethod
     def of_sequence(cls, sequence: Sequence) -> Prompt:
@@ -75,7 +76,9 @@ class Prompt:
             raise ValueError(
                 f"num_tokens is {num_tokens!r} and digest is {digest!r}; they must be a positive number and a text"
             )
-        return cls(num_tokens, tuple(map(bytes.fromhex, message["hashes"])), digest, str(message.get("sampling")))
+        sampling = message.get("sampling")
+        hashes = tuple(map(bytes.fromhex, message["hashes"]))
+        return cls(num_tokens, hashes, digest, None if sampling is None else str(sampling))
 
 
 def _describe_sampling(params: SamplingParams) -> str:

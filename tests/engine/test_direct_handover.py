@@ -181,6 +181,24 @@ async def test_no_request_gets_the_first_token_of_another_one_with_its_id(
 
 
 @in_event_loop
+async def test_decode_samples_the_first_token_if_prefill_is_of_a_version_that_does_not_say_how_it_samples(
+    tiny_checkpoint: Path,
+    word_tokenizer: Any,
+    mixed: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    drawn: dict[str, Any] = {"temperature": 2.0, "seed": 3}
+    alone, to_message = mixed.answer(PROMPT, 12, **drawn).wait(), Prompt.to_message
+    monkeypatch.setattr(Prompt, "to_message", lambda prompt: {**to_message(prompt), "sampling": None})
+    async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
+        for _ in range(2):
+            assert tokens_of(await pair.answer(**drawn)) == alone
+        assert pair.decode.handed_over("direct") == 2
+    assert [" of an earlier version, " in text for text in caplog.messages if "sampl" in text] == [True]
+
+
+@in_event_loop
 async def test_the_answers_usage_tells_what_prefill_found_cached(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         for own in (0, 96):
