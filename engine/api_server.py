@@ -15,6 +15,7 @@ from engine.args import EngineArgs, parse_args
 from engine.serving.ports import bind_socket, start_listening
 from engine.serving.surroundings import Surroundings, find_surroundings
 from engine.telemetry import logs
+from kvcommon.output import run_program
 from kvstore_backend import KVStoreError
 
 if TYPE_CHECKING:
@@ -87,9 +88,8 @@ def _serve(instance: Instance, listeners: list[socket]) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = run_program("engine.api_server", main)
     logging.shutdown()
-    sys.stdout.flush()
     # os._exit instead of sys.exit: a thread in a native call, such as one that waits for a dead master, must not delay
     # the end of the process.
     os._exit(code)

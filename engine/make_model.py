@@ -30,6 +30,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from kvcommon.output import run_program
+
 __all__ = ["MODEL_NAME", "MODEL_VERSION", "default_folder", "make_model"]
 
 MODEL_NAME = "kvstore-tiny-qwen2"
@@ -328,4 +330,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("engine.make_model", main))

@@ -7,6 +7,7 @@ http_limits.py   limits for HTTP requests, and the errors for request heads that
 json_objects.py  parses JSON objects
 kv_events.py     KV events of instances, in the format of vLLM and SGLang
 mooncake.py      reads the metrics page and the memory segments of a Mooncake master
+output.py        writes the output of programs, also if nobody reads it or the disk is full
 ports.py         binds a port that a closed connection still holds
 request_ids.py   reads and writes the header X-Request-Id
 secret_files.py  reads files with one token

@@ -27,6 +27,7 @@ import httpx
 from kvcommon.addresses import find_own_address
 from kvcommon.json_objects import load_object
 from kvcommon.kv_events import name_host
+from kvcommon.output import run_program
 from router.fleet import EngineKind, IdentityHidden, KvConnector, Role, ask_identity, ask_sglang
 from router.settings import (
     CERTIFICATE_REMEDY,
@@ -300,4 +301,4 @@ def _describe_error(exc: httpx.HTTPError) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("router.register", main))

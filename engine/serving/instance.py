@@ -49,6 +49,7 @@ from engine.telemetry.metrics import EngineMetrics
 from engine.telemetry.tracing import open_tracer
 from engine.telemetry.vllm_names import VllmNames
 from kvcommon.addresses import find_own_address
+from kvcommon.output import announce
 from kvstore_backend import BlockPool, PoolConfig, open_pool
 from kvstore_backend.config import MooncakeSettings, choose_rdma_devices, describe_url, read_protocol
 from kvstore_backend.groups import Group
@@ -203,7 +204,7 @@ class Instance:
         if self.args.splitwise_role == "decode" and not self.router:
             log.warning("This decode instance has no --router; it gets no requests until a router registers it")
         log.info("Ready: %s", self.summary)
-        print(f"engine.api_server: ready: {self.summary}", flush=True)
+        announce(f"engine.api_server: ready: {self.summary}")
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
+from kvcommon.output import announce
 from kvcommon.ports import bind_patiently
 from kvstore_backend import ConfigError
 
@@ -31,7 +32,7 @@ def bind_socket(host: str, port: int, flag: str) -> socket.socket:
 
 
 def _announce_wait(port: int) -> None:
-    print(f"engine.api_server: waiting for port {port}, which a closed connection still uses", flush=True)
+    announce(f"engine.api_server: waiting for port {port}, which a closed connection still uses")
 
 
 def start_listening(bound: socket.socket, flag: str) -> None:

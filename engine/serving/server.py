@@ -11,6 +11,7 @@ import uvicorn
 from engine.serving.endpoints import create_app
 from engine.serving.http_server import InstanceProtocol
 from engine.serving.instance import Instance
+from kvcommon.output import announce
 from kvcommon.shutdown import count_requests, report_progress
 
 __all__ = ["InstanceServer"]
@@ -57,4 +58,4 @@ class InstanceServer(uvicorn.Server):
         else:
             what = self._core.holds_stop_up
         log.info("stopping: waiting for %s", what)
-        print(f"engine.api_server: stopping: waiting for {what}", flush=True)
+        announce(f"engine.api_server: stopping: waiting for {what}")

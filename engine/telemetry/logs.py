@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler, WatchedFileHandler
 from pathlib import Path
 
+from kvcommon.output import announce
+
 __all__ = ["set_up"]
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ def set_up(named: Path | None, role: str, port: int, level: str) -> None:
     # These libraries would log a line for each heartbeat and each health probe.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
-    print(f"engine.api_server: the log is {path}", flush=True)
+    announce(f"engine.api_server: the log is {path}")
     if not is_own:
         log.warning("another process also writes to %s; give each instance its own folder with FD_LOG_DIR", path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import importlib
 import os
 import signal
@@ -16,6 +15,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from kvcommon.hints import list_flags, suggest_name
+from kvcommon.output import run_program
 from kvcommon.versions import find_version
 from kvstore_backend.backend import KVStoreError
 from kvstore_backend.cli import bench, certify, doctor, master, stats
@@ -71,22 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     For a command line that cannot be parsed, the process ends with status 2.
     """
-    arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
+    return run_program("kvstore", lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = _parse_arguments(argv)
     try:
         with _silence_native_log(is_wanted=arguments.command == "master"), _announce_slow_stop():
             status: int = arguments.run(arguments)
-            sys.stdout.flush()
     except KVStoreError as exc:
         print(f"kvstore: {exc}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader of the output has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as exc:
-        if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"kvstore: not everything could be written: {exc.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest, which Python writes at its end
         return 1
     except KeyboardInterrupt:
         return 130

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from kvcommon.hints import suggest_name
+from kvcommon.output import run_program
 from router.settings import make_parser
 
 __all__ = ["COMMANDS", "main"]
@@ -32,7 +33,10 @@ COMPLETION, SHELLS = "--print-completion", ("bash", "zsh")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program of a command; without a command, run the router. Return the exit status; 2: unknown command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_program("kvrouter", lambda: _run_command(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run_command(arguments: list[str]) -> int:
     if arguments and arguments[0].startswith(COMPLETION):
         return _print_completion(arguments)
     if arguments[:1] in (["-h"], ["--help"]):

@@ -8,7 +8,6 @@ kvrouter replay logs --request job-17
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,10 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if lines:
         begins_at = since if since >= 0 else lines[-1].time + since
         shown = [line for line in lines if line.time >= begins_at and (not flags.request or flags.request in line.ids)]
-        try:
-            _print_lines(lines[0].time, shown)
-        except BrokenPipeError:  # as in "kvrouter replay logs | head"
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_lines(lines[0].time, shown)
     return 0 if is_whole else 1
 
 
@@ -94,7 +90,6 @@ def _print_lines(origin: float, lines: Iterable[_Line]) -> None:
         event = format_event(round((line.time - origin) * 1e9), line.process, line.text)
         # Ids and paths come from clients, so they may contain control characters for the terminal.
         print("".join(each if each.isprintable() else ascii(each)[1:-1] for each in event))
-    sys.stdout.flush()
 
 
 def _read_lines(paths: Iterable[Path]) -> tuple[list[_Line], bool]:

@@ -2,7 +2,8 @@
 
 import sys
 
+from kvcommon.output import run_program
 from router.launch.program import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("router", main))

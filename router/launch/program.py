@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from kvcommon.output import run_program
 from kvcommon.ports import bind_patiently
 from router.access import Admission, Auth
 from router.launch.logs import open_log
@@ -29,7 +30,7 @@ NO_GRPC = "the endpoint picker needs gRPC, which is not installed: pip install '
 
 def fd_router(argv: Sequence[str] | None = None) -> int:
     """Run the router as ``fd-router``, with the response format of FastDeploy's Go router. Return the exit status."""
-    return main(argv, dialect="go")
+    return run_program("fd-router", lambda: main(argv, dialect="go"))
 
 
 def main(argv: Sequence[str] | None = None, *, dialect: str = "python", epp_port: int = 0) -> int:

@@ -192,3 +192,14 @@ def test_a_reader_that_takes_only_the_beginning_gets_no_traceback(tmp_path: Path
     command = f'{sys.executable} -c "{code}" {path} | head -1'
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert (len(ended.stdout.splitlines()), ended.stderr) == (1, "")
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    path = write(tmp_path / "flight-1.jsonl", BEGIN, REQUEST, STOP)
+    code = "import sys; from router.console import main; sys.exit(main(['replay', sys.argv[1]]))"
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(path)], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    sentence = "kvrouter: not everything could be written: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, sentence)
