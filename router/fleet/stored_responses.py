@@ -47,7 +47,8 @@ class StoredResponses:
         if found is not None and found[1]:
             response_id = found[1].decode()
             self.add_response(response_id, instance, owner)
-            self._publish(response_id, instance, owner)
+            if self._instances.get(response_id) == (instance, owner):  # a process that started later would believe it
+                self._publish(response_id, instance, owner)
 
     def add_response(self, response_id: str, instance: str, owner: str = "") -> None:
         """Record which instance stores a response.

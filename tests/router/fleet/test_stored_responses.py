@@ -111,7 +111,8 @@ def test_only_the_last_answers_are_known() -> None:
 
 
 def test_a_client_cannot_claim_the_response_of_another_client() -> None:
-    stored = StoredResponses(lambda _id, _instance, _owner: None)
+    published: list[tuple[str, str, str]] = []
+    stored = StoredResponses(lambda *response: published.append(response))
     stored.record_response(b'{"id": "resp_a", "metadata": null}', "a:1", "-kalice")
     # vLLM lets a client choose the id of its response, and repeats the metadata of the request.
     stored.record_response(b'{"id":"x-kbob","metadata":{"id":"resp_a"}}', "a:1", "-kbob")
@@ -121,3 +122,4 @@ def test_a_client_cannot_claim_the_response_of_another_client() -> None:
     assert stored.is_open_to("resp_a", "-kalice")
     assert not stored.is_open_to("resp_a", "-kbob")
     assert not stored.is_open_to("resp_b", "-kbob")
+    assert published == [("resp_a", "a:1", "-kalice")]
