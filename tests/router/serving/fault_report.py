@@ -1,4 +1,4 @@
-"""What the faults of instances cost clients, collected over a run and printed at its end."""
+"""The results of clients while instances fail, collected during a test run and printed at its end."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["REPORTS", "Report", "table"]
 
 @dataclass
 class Report:
-    """What one fault did to the requests that met it."""
+    """The results of the requests during one fault."""
 
     fault: str
     requests: int
     served: int
-    """Requests that got the whole right answer."""
+    """Requests with the whole correct response."""
     lost: int
-    """Requests without it that another pair could have served: those of which the client had not had a byte."""
+    """Failed requests that another pair could have served, because the client had not got a byte."""
     wrong: int
-    """Requests that ended in another way than they should: another status, no clear error, a wrong text."""
+    """Requests with a wrong result: another status, no clear error, or a wrong text."""
     left_running: int
-    """Legs that an instance still works on though nobody waits for them, and loads that do not count back to zero."""
+    """Legs that still run after the end of their requests, and loads that did not return to zero."""
     violations: int = 0
-    """Rules of a dialect that were broken, where the instances check them."""
+    """Violations of a dialect's rules, if the instances check them."""
 
 
 REPORTS: list[Report] = []
 
 
 def table() -> Iterator[str]:
-    """A heading and one line a fault."""
+    """Make a heading and one line for each fault."""
     yield f"{'fault':<58}{'requests':>9}{'served':>8}{'lost':>6}{'wrong':>7}{'left running':>14}{'violations':>12}"
     for row in REPORTS:
         counts = (

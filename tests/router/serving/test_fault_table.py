@@ -20,7 +20,7 @@ from router.app import RouterApp
 from router.http import Address, Exchange, RouterProtocol
 from router.http.exchange import Connection
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
-from tests.router.serving.dialects.pair_fleet import Ended, read_answer
+from tests.router.serving.dialects.pair_fleet import ClientResult, read_answer
 from tests.router.serving.fault_report import REPORTS, Report
 from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_answer, full_backlog, never_answers
 
@@ -367,7 +367,7 @@ def slowly(fleet: list[StandIn]) -> Behaviour:
 def ask_all(fleet: Fleet, leaving: bool = False) -> list[Any]:
     """All requests at once; what each client got. Of ``leaving`` ones, every other leaves and gets None."""
 
-    async def ask(client: httpx.AsyncClient, number: int) -> Ended | None:
+    async def ask(client: httpx.AsyncClient, number: int) -> ClientResult | None:
         leaves = leaving and number % 2 == 0
         asked = {"request_id": f"r{number}", "number": str(number), "stream": number % 4 < 2, "leaves": leaves}
         workers = fleet.router.workers
@@ -379,7 +379,7 @@ def ask_all(fleet: Fleet, leaving: bool = False) -> list[Any]:
             await client.post(url, json=asked, timeout=httpx.Timeout(20, read=0.3))
         return None
 
-    async def all_of_them() -> list[Ended | None]:
+    async def all_of_them() -> list[ClientResult | None]:
         async with httpx.AsyncClient(
             trust_env=False, verify=False, timeout=30, limits=httpx.Limits(max_connections=REQUESTS)
         ) as client:
@@ -389,7 +389,7 @@ def ask_all(fleet: Fleet, leaving: bool = False) -> list[Any]:
 
 
 def report(
-    fleet: Fleet, fault: str, ended: list[Ended], failing: StandIn, *, may_cut: bool = False, late: bool = False
+    fleet: Fleet, fault: str, ended: list[ClientResult], failing: StandIn, *, may_cut: bool = False, late: bool = False
 ) -> Report:
     """Judge what the clients got, and keep it for the table.
 

@@ -1,4 +1,4 @@
-"""Fleets of pairs of one dialect, with a router before them."""
+"""Fleets of pairs of one dialect behind a router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.router.stand_in import StandIn
 def start_pairs(
     make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn]
 ) -> Callable[..., PairFleet]:
-    """Starts instances and a router before them: ``start_pairs("nixl", prefill=2, decode=1)``."""
+    """Return a function that starts instances and a router: ``start_pairs("nixl", prefill=2, decode=1)``."""
 
     def start(dialect: str, prefill: int = 1, decode: int = 1, mixed: int = 0, **settings: Any) -> PairFleet:
         roles = ["prefill"] * prefill + ["decode"] * decode + ["mixed"] * mixed

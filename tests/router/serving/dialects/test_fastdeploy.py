@@ -1,4 +1,4 @@
-"""FastDeploy's pairs: what each instance is told of the other."""
+"""FastDeploy's pairs: the ``disaggregate_info`` of a request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.router.fleet.registrations import registration
         ({"transfer_protocol": ["tcp", "rdma"]}, {"transfer_protocol": ["tcp", "rdma"]}, "rdma"),
     ],
 )
-def test_ipc_only_on_one_host_where_both_have_it_and_tp_sizes_are_equal(
+def test_ipc_is_used_only_on_one_host_if_both_have_it_and_tp_sizes_are_equal(
     prefill: dict[str, Any], decode: dict[str, Any], protocol: str
 ) -> None:
     info = disaggregate_info(registration(role="prefill", **prefill), registration(port=52501, **decode))
     assert info["transfer_protocol"] == protocol
 
 
-def test_a_pair_is_told_of_each_other_in_fastdeploys_form() -> None:
+def test_disaggregate_info_has_fastdeploys_form() -> None:
     info = disaggregate_info(registration(role="prefill", host_ip="10.0.0.2"), registration(connector_port=8004))
     assert info == {
         "prefill_ip": "10.0.0.2",

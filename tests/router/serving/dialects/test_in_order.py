@@ -1,4 +1,4 @@
-"""Pairs that share a pool: prefill for one token, then decode, in four APIs; and what prefill is not told."""
+"""Pairs that share a pool: prefill generates one token, then decode answers, in four APIs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.mark.parametrize("dialect", ["kvstore", "openai"])
-def test_decode_finds_in_the_pool_what_prefill_has_computed(start_pairs: StartPairs, dialect: str) -> None:
+def test_decode_finds_the_blocks_of_prefill_in_the_pool(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect)
     for path in PATHS:
         fleet.check(path, path)
@@ -27,7 +27,7 @@ def test_decode_finds_in_the_pool_what_prefill_has_computed(start_pairs: StartPa
 
 
 @pytest.mark.parametrize("dialect", ["kvstore", "openai"])
-def test_prefill_is_asked_for_one_answer_of_one_token(start_pairs: StartPairs, dialect: str) -> None:
+def test_prefill_gets_a_request_for_one_response_of_one_token(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect)
     usage = {"include_usage": True}
     fleet.check(CHAT, 1, n=3, max_completion_tokens=4, min_tokens=2, stop=["x"], logprobs=True)

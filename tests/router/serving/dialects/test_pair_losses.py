@@ -1,4 +1,4 @@
-"""What prefill gave out and lost, requests that no pair can share, clients that leave: by strict stand-ins' rules."""
+"""Leases that prefill lost, requests that no pair can share, and clients that leave, checked by strict stand-ins."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ StartPairs = Callable[..., PairFleet]
 REQUESTS = 32
 
 
-def ask_and_judge(fleet: PairFleet) -> None:
-    """Every client gets the whole right answer, no rule is broken and nothing is left."""
+def ask_and_check(fleet: PairFleet) -> None:
+    """Check that each client gets the whole correct response, no rule is broken and no leg is left."""
     for number, one in enumerate(ask_all(fleet, REQUESTS)):
         path = path_of(number)
         assert (one.status, one.error, one.text) == (200, "", answer_text(path, make_body(path, number))), path
@@ -28,10 +28,10 @@ def ask_and_judge(fleet: PairFleet) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_request_that_can_be_shared_is(start_pairs: StartPairs, dialect: str) -> None:
+def test_a_pair_shares_every_request_that_it_can_share(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect, prefill=2, decode=2)
-    ask_and_judge(fleet)
-    # MooncakeConnector's prefill may not end before its one token is cut off, and /v1/messages cannot say so.
+    ask_and_check(fleet)
+    # MooncakeConnector transfers nothing if a stop token ends prefill, and /v1/messages cannot disable stop tokens.
     alone = sum(path_of(number) == "/v1/messages" for number in range(REQUESTS)) if dialect == "mooncake" else 0
     assert fleet.strict.transfers == REQUESTS - alone
     if isinstance(fleet.strict, StrictVllm):
@@ -39,45 +39,45 @@ def test_every_request_that_can_be_shared_is(start_pairs: StartPairs, dialect: s
 
 
 @pytest.mark.parametrize("dialect", ["nixl", "mooncake"])
-def test_a_prefill_that_was_started_again_costs_no_request(start_pairs: StartPairs, dialect: str) -> None:
+def test_a_restart_of_prefill_fails_no_request(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect, prefill=2, decode=2)
     strict, failing = fleet.strict, fleet.of("prefill")[0]
     assert isinstance(strict, StrictVllm)
-    ask_and_judge(fleet)
+    ask_and_check(fleet)
     strict.prefill_cached.clear()
     strict.restart(failing)
-    ask_and_judge(fleet)
+    ask_and_check(fleet)
 
 
 @pytest.mark.parametrize("dialect", ["nixl", "mooncake"])
-def test_what_prefill_gave_out_and_lost_costs_no_request(start_pairs: StartPairs, dialect: str) -> None:
+def test_leases_that_prefill_loses_fail_no_request(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect, prefill=2, decode=2)
     strict, failing = fleet.strict, fleet.of("prefill")[0]
     assert isinstance(strict, StrictVllm)
-    sound, count = failing.behave, 0
+    normal, count = failing.behave, 0
 
     async def lose_every_other_lease(request: Received, respond: Responder) -> None:
         nonlocal count
-        await sound(request, respond)
+        await normal(request, respond)
         count += 1
         if count % 2:
             strict.restart(failing)
 
     failing.behave = lose_every_other_lease
-    ask_and_judge(fleet)
+    ask_and_check(fleet)
     assert count
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_several_prompts_and_several_answers(start_pairs: StartPairs, dialect: str) -> None:
+def test_several_prompts_and_several_choices_are_served_or_refused(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect)
     prompts = ["one two three", "four five six"]
-    answered = fleet.ask("/v1/completions", 1, prompt=prompts).json()
+    answer = fleet.ask("/v1/completions", 1, prompt=prompts).json()
     texts = [answer_text("/v1/completions", make_body("/v1/completions", 1, prompt=prompt)) for prompt in prompts]
-    assert [choice["text"] for choice in answered["choices"]] == texts
+    assert [choice["text"] for choice in answer["choices"]] == texts
     assert bool(fleet.of("prefill")[0].received) == (dialect not in ("nixl", "mooncake"))  # there, decode serves alone
     several = fleet.ask("/v1/completions", 2, n=2, temperature=1)
-    if dialect == "sglang":  # all answers would share one room, and neither of a pair's instances serves alone
+    if dialect == "sglang":  # all choices would share one bootstrap room, and no instance of a pair serves alone
         assert (several.status_code, several.json()["error"]["code"]) == (400, "not_as_pair")
     else:
         assert len(several.json()["choices"]) == 2
@@ -87,11 +87,11 @@ def test_several_prompts_and_several_answers(start_pairs: StartPairs, dialect: s
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_clients_that_leave_take_both_legs_with_them(start_pairs: StartPairs, dialect: str, role: str) -> None:
+def test_both_legs_end_when_clients_leave(start_pairs: StartPairs, dialect: str, role: str) -> None:
     fleet = start_pairs(dialect)
     (hanging,) = fleet.of(role)
     hanging.behave = never_answers
-    # By MooncakeConnector, /v1/messages goes to decode alone.
+    # With MooncakeConnector, /v1/messages goes to decode alone.
     paths = [path for path in PATHS if path != "/v1/messages" or dialect != "mooncake"]
 
     async def ask_and_leave() -> None:

@@ -1,4 +1,4 @@
-"""Pairs of each dialect through the router: which are made, how alone ones are asked, and through all faults."""
+"""Pairs of each dialect behind a router: their creation, requests to single instances, and faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.serving.plan import Pairs
 from tests.router.conftest import RouterUnderTest
 from tests.router.serving.dialects.pair_fleet import (
     DIALECTS,
-    Ended,
+    ClientResult,
     PairFleet,
     ask_all,
     make_body,
@@ -30,10 +30,10 @@ from tests.support.waiting import wait_until
 StartPairs = Callable[..., PairFleet]
 
 REQUESTS = 16
-# What an instance answers is judged alike in all dialects (test_fault_table.py). They differ in how the other leg of a
-# request goes on without its partner, and in where requests go next.
+# Responses with errors do not depend on the dialect (test_fault_table.py). Dialects differ in how the other leg of a
+# request ends without its partner, and in the next attempt.
 PARTNER_LOST = ("closes before its headers", "breaks off in the middle", "has died")
-# It takes seconds of waiting, and is tried on one dialect that asks prefill first, and one that asks both at once.
+# This fault takes seconds: only with one dialect that sends to prefill first, and one that sends to both at once.
 HANGS = "hangs, and its probes too"
 ROWS = [
     (dialect, role, fault)
@@ -41,32 +41,32 @@ ROWS = [
     for role in ("prefill", "decode")
     for fault in (*PARTNER_LOST, *((HANGS,) if dialect in ("nixl", "sglang") else ()))
 ]
-# The strict instances check much, on a machine that may be busy: a sound one must always answer its probes in time.
+# Strict instances have many checks: also on a busy machine, those without a fault must answer their probes in time.
 PROBES_OF_HANGING = {**PROBES, "health_check_timeout_secs": 3.0}
 
 
 @pytest.mark.parametrize(("dialect", "role", "fault"), ROWS)
-def test_one_of_two(start_pairs: StartPairs, dialect: str, role: str, fault: str) -> None:
+def test_a_failing_instance_loses_no_request(start_pairs: StartPairs, dialect: str, role: str, fault: str) -> None:
     fleet = start_pairs(dialect, prefill=2, decode=2, **(PROBES_OF_HANGING if fault == HANGS else PROBES))
     failing = fleet.of(role)[0]
     with FAULTS[fault](failing):
-        ended = ask_all(fleet, REQUESTS)
+        results = ask_all(fleet, REQUESTS)
         with contextlib.suppress(TimeoutError, AssertionError):
             fleet.wait_for_end()
         row = Report(f"{dialect}, one of two {role}: {fault}", REQUESTS, 0, 0, 0, fleet.left)
-        judge(row, ended, may_cut=(role, fault) in CUTS_STREAMS)
+        count_results(row, results, may_cut=(role, fault) in CUTS_STREAMS)
         row.violations = len(fleet.strict.violations)
         REPORTS.append(row)
     assert fleet.strict.violations == []
-    assert (row.lost, row.wrong, row.left_running) == (0, 0, 0), [one for one in ended if one.error]
+    assert (row.lost, row.wrong, row.left_running) == (0, 0, 0), [one for one in results if one.error]
     assert failing.received or fault in (*UNREACHABLE, HANGS)
     if (role, fault) not in CUTS_STREAMS:
         assert row.served == REQUESTS
 
 
-def judge(row: Report, ended: list[Ended], may_cut: bool) -> None:
-    """Count what the clients got."""
-    for number, one in enumerate(ended):
+def count_results(row: Report, results: list[ClientResult], may_cut: bool) -> None:
+    """Count the results in ``row``."""
+    for number, one in enumerate(results):
         path = path_of(number)
         if one.status == 200 and not one.error:
             right = one.text == answer_text(path, make_body(path, number))
@@ -78,20 +78,20 @@ def judge(row: Report, ended: list[Ended], may_cut: bool) -> None:
             row.lost += 1
 
 
-def test_two_workers_learn_of_a_mooncake_prefill_each(start_pairs: StartPairs) -> None:
+def test_two_workers_serve_all_requests_though_a_mooncake_prefill_fails(start_pairs: StartPairs) -> None:
     fleet = start_pairs("mooncake", prefill=2, decode=2, workers=2, **PROBES)
     failing = fleet.of("prefill")[0]
     with FAULTS["closes before its headers"](failing):
-        ended = ask_all(fleet, REQUESTS)
+        results = ask_all(fleet, REQUESTS)
         fleet.wait_for_end()
         row = Report("mooncake, one of two prefill: closes before its headers, two workers", REQUESTS, 0, 0, 0, 0)
-        judge(row, ended, may_cut=False)
+        count_results(row, results, may_cut=False)
         REPORTS.append(row)
     assert (fleet.strict.violations, row.served) == ([], REQUESTS)
 
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, "openai"])
-def test_a_client_cannot_pair_instances_by_members_of_its_own(start_pairs: StartPairs, dialect: str) -> None:
+def test_a_client_cannot_pair_instances_with_members_of_its_body(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect)
     own = {
         "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "elsewhere", "remote_port": 1},
@@ -101,7 +101,7 @@ def test_a_client_cannot_pair_instances_by_members_of_its_own(start_pairs: Start
         "bootstrap_room": 7,
     }
     for number, path in enumerate(PATHS):
-        # Not compared with what the client asked: these members do not arrive, on purpose.
+        # Not fleet.check, because the router removes these members from the body.
         response = fleet.router.client.post(path, json=make_body(path, number, **own))
         assert read_answer(path, response).text == answer_text(path, make_body(path, number))
     alone = make_body("/v1/completions", 9, prompt=["a b", "c d"], **own)
@@ -112,7 +112,7 @@ def test_a_client_cannot_pair_instances_by_members_of_its_own(start_pairs: Start
 
 
 @pytest.mark.parametrize("engine", ["fastdeploy", "vllm", "sglang", "openai"])
-def test_a_mixed_instance_gets_no_clients_members_of_pairs(
+def test_a_mixed_instance_gets_no_members_for_pairs_from_a_client(
     make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn], engine: str
 ) -> None:
     instance = stand_in("mixed")
@@ -126,7 +126,7 @@ def test_a_mixed_instance_gets_no_clients_members_of_pairs(
 
 
 @pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
-def test_members_of_pairs_within_vllm_xargs_are_refused_in_a_sentence(
+def test_members_for_pairs_within_vllm_xargs_are_refused(
     make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn], name: str
 ) -> None:
     instance = stand_in("mixed")
@@ -137,7 +137,7 @@ def test_members_of_pairs_within_vllm_xargs_are_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, "openai"])
-def test_an_instance_alone_is_asked_as_its_engine_is(start_pairs: StartPairs, dialect: str) -> None:
+def test_a_mixed_instance_gets_requests_in_the_form_of_its_engine(start_pairs: StartPairs, dialect: str) -> None:
     fleet = start_pairs(dialect, prefill=0, decode=0, mixed=1)
     for number, path in enumerate(PATHS):
         fleet.check(path, f"{number}")
@@ -148,7 +148,7 @@ def test_an_instance_alone_is_asked_as_its_engine_is(start_pairs: StartPairs, di
     assert fleet.strict.violations == []
 
 
-def test_a_pair_is_made_anew_only_where_an_instance_has_changed(start_pairs: StartPairs) -> None:
+def test_a_pair_is_replaced_only_if_an_instance_has_changed(start_pairs: StartPairs) -> None:
     fleet, pairs = start_pairs("mooncake"), Pairs()
     prefill, decode = sorted(fleet.router.app.registry, key=lambda one: one.role.value, reverse=True)
     pair = pairs.find_pair(prefill, decode)
@@ -167,7 +167,7 @@ def test_a_pair_is_made_anew_only_where_an_instance_has_changed(start_pairs: Sta
     [*((dialect, "/v1/chat/completions") for dialect in DIALECTS), ("sglang", "/v1/messages")],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_client_ends_its_request_by_its_id(start_pairs: StartPairs, dialect: str, path: str, role: str) -> None:
+def test_a_client_aborts_its_request_by_its_id(start_pairs: StartPairs, dialect: str, path: str, role: str) -> None:
     fleet = start_pairs(dialect)
     hanging = fleet.of(role)[0]
     hanging.behave = hang(hanging.behave)
@@ -175,28 +175,28 @@ def test_a_client_ends_its_request_by_its_id(start_pairs: StartPairs, dialect: s
         headers = {"x-request-id": "mine"}
         answer = clients.submit(fleet.ask, path, "1", headers)
         wait_until(lambda: hanging.received or fleet.strict.waiting, "the leg that hangs")
-        told = fleet.router.client.post("/v1/abort_requests", json={"req_ids": ["mine", "nobody's"]}).json()
-        assert (told["status"], told["result"]["not_found"], told["errors"]) == ("success", ["nobody's"], [])
+        aborted = fleet.router.client.post("/v1/abort_requests", json={"req_ids": ["mine", "nobody's"]}).json()
+        assert (aborted["status"], aborted["result"]["not_found"], aborted["errors"]) == ("success", ["nobody's"], [])
         assert read_answer(path, answer.result(20)).error == "aborted"
     fleet.wait_for_end()
     assert fleet.strict.violations == []
 
 
-def test_instances_of_two_connectors_are_no_pair(start_pairs: StartPairs) -> None:
+def test_instances_with_different_connectors_form_no_pair(start_pairs: StartPairs) -> None:
     fleet = start_pairs("nixl")
     fleet.of("decode")[0].register(fleet.router.url, kv_connector="mooncake")
-    answered = fleet.ask("/v1/messages", 1)
-    assert (answered.status_code, answered.json()["error"]["code"]) == (503, "no_pair")
-    assert "prefill vllm (nixl) and decode vllm (mooncake)" in answered.json()["error"]["message"]
+    answer = fleet.ask("/v1/messages", 1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_pair")
+    assert "prefill vllm (nixl) and decode vllm (mooncake)" in answer.json()["error"]["message"]
     assert not any(instance.received for instance in fleet.instances)
 
 
-def hang(sound: Behaviour) -> Behaviour:
-    """Answer nothing but aborts."""
+def hang(normal: Behaviour) -> Behaviour:
+    """Return a behaviour that answers only aborts."""
 
     async def behave(request: Received, respond: Responder) -> None:
         if request.target == "/abort_request":
-            await sound(request, respond)
+            await normal(request, respond)
         else:
             await respond.peer_left.wait()
             respond.keep_alive = False
@@ -205,36 +205,36 @@ def hang(sound: Behaviour) -> Behaviour:
 
 
 def register(registry: Registry, role: str, number: int, **fields: object) -> Instance:
-    """An instance of vLLM with MooncakeConnector."""
-    made = {"role": role, "host_ip": "127.0.0.1", "port": number, "engine": "vllm", "kv_connector": "mooncake"}
-    return registry.register(Registration.from_fields({**made, "bootstrap_port": 9000, **fields}), 0.0)
+    """Register an instance of vLLM with MooncakeConnector."""
+    defaults = {"role": role, "host_ip": "127.0.0.1", "port": number, "engine": "vllm", "kv_connector": "mooncake"}
+    return registry.register(Registration.from_fields({**defaults, "bootstrap_port": 9000, **fields}), 0.0)
 
 
-def test_of_too_many_pairs_those_made_first_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_of_too_many_pairs_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.serving.plan.MAX_PAIRS", 3)
     registry, pairs = Registry(splitwise=True), Pairs()
     prefill = register(registry, "prefill", 1)
     decodes = [register(registry, "decode", number) for number in range(2, 6)]
-    made = [pairs.find_pair(prefill, decode) for decode in decodes]
-    assert [pairs.find_pair(prefill, decode) for decode in decodes[1:]] == made[1:]
-    assert pairs.find_pair(prefill, decodes[0]) is not made[0]
+    first_pairs = [pairs.find_pair(prefill, decode) for decode in decodes]
+    assert [pairs.find_pair(prefill, decode) for decode in decodes[1:]] == first_pairs[1:]
+    assert pairs.find_pair(prefill, decodes[0]) is not first_pairs[0]
 
 
-def test_a_changed_registration_makes_another_pair_in_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_registration_replaces_only_its_own_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.serving.plan.MAX_PAIRS", 2)
     registry, pairs = Registry(splitwise=True), Pairs()
     prefill, first, second = (
         register(registry, role, port) for role, port in (("prefill", 1), ("decode", 2), ("decode", 3))
     )
-    kept, changed = pairs.find_pair(prefill, first), pairs.find_pair(prefill, second)
+    unchanged, changed = pairs.find_pair(prefill, first), pairs.find_pair(prefill, second)
     register(registry, "decode", 3)
     assert pairs.find_pair(prefill, second) is changed
     register(registry, "decode", 3, version="2")
     assert pairs.find_pair(prefill, second) is not changed
-    assert pairs.find_pair(prefill, first) is kept
+    assert pairs.find_pair(prefill, first) is unchanged
 
 
-def test_pairs_of_one_prefill_learn_the_ids_of_its_engines_once() -> None:
+def test_pairs_of_one_prefill_instance_share_its_bootstrap_query() -> None:
     registry, pairs = Registry(splitwise=True), Pairs()
     prefill = register(registry, "prefill", 1)
     decodes = [register(registry, "decode", number) for number in (2, 3)]
@@ -243,6 +243,6 @@ def test_pairs_of_one_prefill_learn_the_ids_of_its_engines_once() -> None:
     register(registry, "prefill", 1, bootstrap_port=9001)
     moved = pairs.find_pair(prefill, decodes[0])._bootstrap  # type: ignore[attr-defined]
     assert (moved.address.port, first.address.port) == (9001, 9000)
-    kept = pairs.find_pair(prefill, decodes[1])
+    known = pairs.find_pair(prefill, decodes[1])
     pairs.forget_prefill(prefill)
-    assert pairs.find_pair(prefill, decodes[1])._bootstrap is not kept._bootstrap  # type: ignore[attr-defined]
+    assert pairs.find_pair(prefill, decodes[1])._bootstrap is not known._bootstrap  # type: ignore[attr-defined]

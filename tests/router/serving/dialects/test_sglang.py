@@ -1,4 +1,4 @@
-"""SGLang's pairs: both legs meet in a room of their own, in four APIs, and batches in one a prompt."""
+"""SGLang's pairs in four APIs: both legs get the same bootstrap room, or one room for each prompt of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ StartPairs = Callable[..., PairFleet]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def test_legs_meet_in_a_room_of_their_own(start_pairs: StartPairs) -> None:
+def test_each_request_has_its_own_bootstrap_room(start_pairs: StartPairs) -> None:
     fleet = start_pairs("sglang")
     for path in PATHS:
         fleet.check(path, path)
@@ -28,7 +28,7 @@ def test_legs_meet_in_a_room_of_their_own(start_pairs: StartPairs) -> None:
 
 
 @pytest.mark.parametrize("prompts", [["a b", "c d e"], ["a b"], [[1, 2, 3], [4, 5]]])
-def test_a_batch_has_a_room_a_prompt(start_pairs: StartPairs, prompts: list[object]) -> None:
+def test_a_batch_has_a_bootstrap_room_for_each_prompt(start_pairs: StartPairs, prompts: list[object]) -> None:
     fleet = start_pairs("sglang")
     fleet.check(COMPLETIONS, 1, prompt=prompts)
     assert isinstance(fleet.strict, StrictSglang)
@@ -36,32 +36,32 @@ def test_a_batch_has_a_room_a_prompt(start_pairs: StartPairs, prompts: list[obje
 
 
 @pytest.mark.parametrize("prompt", ["a b", ["a b", "c d e"]])
-def test_token_ids_that_sglang_does_not_know_make_no_rooms(start_pairs: StartPairs, prompt: object) -> None:
+def test_token_ids_that_sglang_ignores_add_no_bootstrap_rooms(start_pairs: StartPairs, prompt: object) -> None:
     fleet = start_pairs("sglang")
     fleet.check(COMPLETIONS, 1, prompt=prompt, prompt_token_ids=[[1], [2], [3]])
     assert isinstance(fleet.strict, StrictSglang)
     assert (fleet.strict.violations, fleet.strict.rooms_used) == ([], len(prompt) if isinstance(prompt, list) else 1)
-    answered = fleet.ask(COMPLETIONS, 1, prompt=["a b", "c d e"], prompt_token_ids=[1], n=2)
-    assert (answered.status_code, answered.json()["error"]["code"]) == (400, "not_as_pair")
+    answer = fleet.ask(COMPLETIONS, 1, prompt=["a b", "c d e"], prompt_token_ids=[1], n=2)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_as_pair")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_several_answers_to_a_prompt_are_refused_in_a_sentence(start_pairs: StartPairs, path: str) -> None:
+def test_several_choices_for_a_prompt_are_refused(start_pairs: StartPairs, path: str) -> None:
     fleet = start_pairs("sglang")
-    answered = fleet.ask(path, 1, n=2)
-    assert (answered.status_code, answered.json()["error"]["code"]) == (400, "not_as_pair")
-    assert "send n requests" in answered.json()["error"]["message"]
+    answer = fleet.ask(path, 1, n=2)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_as_pair")
+    assert "send n requests" in answer.json()["error"]["message"]
     assert not any(instance.received for instance in fleet.instances)
 
 
-def test_a_prefill_instance_that_was_lost_does_not_cost_the_decode_instance(start_pairs: StartPairs) -> None:
+def test_the_loss_of_a_prefill_instance_does_not_exclude_decode(start_pairs: StartPairs) -> None:
     fleet = start_pairs("sglang", prefill=2)
     decode = fleet.of("decode")[0]
-    sound = decode.behave
+    normal = decode.behave
 
     async def behave(request: Received, respond: Responder) -> None:
         if len(decode.received) > 1:
-            await sound(request, respond)
+            await normal(request, respond)
             return
         message = "Prefill transfer failed for request rank=0 KVTransferError(bootstrap_room=1)"
         await respond.answer(500, b'{"error": {"message": "%s", "code": 500}}' % message.encode())

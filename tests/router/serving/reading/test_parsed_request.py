@@ -1,4 +1,4 @@
-"""A request's head is read once for all requests of a connection that have the same."""
+"""Requests of one connection with equal heads share one parsed head."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connection() -> Any:
     return SimpleNamespace(known_head=None)
 
 
-def test_an_equal_head_is_not_read_again(connection: Any) -> None:
+def test_an_equal_head_is_not_parsed_again(connection: Any) -> None:
     first = read_head(make_request(connection, HEADERS), SESSIONS)
     assert first.session == Session("s", "")
     assert first.forwarded.start == b"POST /v1/completions HTTP/1.1\r\nx-session-id: s\r\nauthorization: Bearer k\r\n"
@@ -44,7 +44,7 @@ def test_an_equal_head_is_not_read_again(connection: Any) -> None:
         {"headers": HEADERS, "path": "/v1/chat/completions"},
     ],
 )
-def test_another_head_is_read(connection: Any, other: dict[str, Any]) -> None:
+def test_a_different_head_is_parsed(connection: Any, other: dict[str, Any]) -> None:
     read_head(make_request(connection, HEADERS), SESSIONS)
     request = make_request(connection, **other)
     head, alone = read_head(request, SESSIONS), RequestHead(request, SESSIONS)
@@ -52,7 +52,7 @@ def test_another_head_is_read(connection: Any, other: dict[str, Any]) -> None:
         assert getattr(head, name) == getattr(alone, name)
 
 
-def test_a_wrong_head_is_found_wrong_each_time(connection: Any) -> None:
+def test_an_invalid_head_is_refused_each_time(connection: Any) -> None:
     for _ in range(2):
         with pytest.raises(BadBody):
             read_head(make_request(connection, [(b"x-request-id", b"\x00")]), SESSIONS)

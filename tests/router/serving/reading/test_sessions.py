@@ -1,4 +1,4 @@
-"""The headers with sessions: whose they are, which one counts, and what an operator adds."""
+"""Headers that name a session: those of each client, their precedence, and those that an operator adds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usual events are recognised by their shape, and read as if each were parsed."""
+"""A merger recognises usual events by a template, and reads them like parsed ones."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ HEAD: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "
 
 
 def event(form: str, text: str, ids: list[int], *, spaces: bool = False, **choice: Any) -> bytes:
-    """As these engines write one."""
-    said: dict[str, Any]
+    """Make an event in the form of one of these engines."""
+    members: dict[str, Any]
     delta: dict[str, Any]
     if form == "ours":
-        said = {"index": 0, "delta": {"content": text, "completion_token_ids": ids}, "finish_reason": None}
+        members = {"index": 0, "delta": {"content": text, "completion_token_ids": ids}, "finish_reason": None}
     elif form == "fastdeploy":
         delta = {"content": text, "reasoning_content": "", "tool_calls": None, "prompt_token_ids": None}
         delta |= {"completion_token_ids": ids, "completion_tokens": text + "!"}
-        said = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "arrival_time": 0.5 + len(text)}
+        members = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "arrival_time": 0.5 + len(text)}
     elif form == "reasoning":
         delta = {"content": None, "reasoning_content": text, "completion_token_ids": ids}
-        said = {"index": 0, "delta": delta, "finish_reason": None}
+        members = {"index": 0, "delta": delta, "finish_reason": None}
     elif form == "vllm":
-        said = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None, "token_ids": ids}
+        members = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None, "token_ids": ids}
     else:
-        said = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "prompt_token_ids": None}
-        said["token_ids"] = ids
-    written = json.dumps({**HEAD, "choices": [{**said, **choice}]}, separators=None if spaces else (",", ":"))
-    return f"data: {written}\n\n".encode()
+        members = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, "prompt_token_ids": None}
+        members["token_ids"] = ids
+    chunk = json.dumps({**HEAD, "choices": [{**members, **choice}]}, separators=None if spaces else (",", ":"))
+    return f"data: {chunk}\n\n".encode()
 
 
 FORMS = ["ours", "fastdeploy", "reasoning", "vllm", "completions"]
 
 
-def merger() -> StreamMerger:
+def make_merger() -> StreamMerger:
     return StreamMerger(parse_inference(b'{"messages":[],"stream":true,"max_tokens":99}'), keeps_prompt=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spaces", [False, True])
-def test_the_next_events_of_a_stream_are_stripped_as_if_they_were_read(form: str, spaces: bool) -> None:
-    shape = learn_template(event(form, " first", [7], spaces=spaces))
-    assert shape is not None
-    merging = merger()
-    merging.feed(event(form, " first", [7], spaces=spaces))
+def test_usual_events_are_stripped_like_parsed_ones(form: str, spaces: bool) -> None:
+    template = learn_template(event(form, " first", [7], spaces=spaces))
+    assert template is not None
+    merger = make_merger()
+    merger.feed(event(form, " first", [7], spaces=spaces))
     for text, ids in [("two", [1, 2]), ('"token_ids":[3]', [4]), ('\n\\"}]', [5]), ("é🙂", [6]), ("a", [70_000])]:
         usual = event(form, text, ids, spaces=spaces)
-        assert merging.feed_usual(usual) == strip_token_ids(usual)
-    assert merging.shown_ids == [7, 1, 2, 4, 5, 6, 70_000]
-    assert merging.text == ' firsttwo"token_ids":[3]\n\\"}]é🙂a'
-    assert bool(merging.num_reasoning) == (form == "reasoning")
+        assert merger.feed_usual(usual) == strip_token_ids(usual)
+    assert merger.shown_ids == [7, 1, 2, 4, 5, 6, 70_000]
+    assert merger.text == ' firsttwo"token_ids":[3]\n\\"}]é🙂a'
+    assert bool(merger.num_reasoning) == (form == "reasoning")
 
 
 @pytest.mark.parametrize("form", ["vllm", "completions"])
-def test_a_client_of_vllm_gets_null_in_place_of_the_ids_that_it_did_not_ask_for(form: str) -> None:
+def test_a_client_of_vllm_gets_null_for_ids_that_it_did_not_request(form: str) -> None:
     body = parse_inference(b'{"messages":[],"stream":true,"max_tokens":99}')
-    merging = StreamMerger(body, keeps_prompt=True)
-    merging.nulls_ids = True
+    merger = StreamMerger(body, keeps_prompt=True)
+    merger.nulls_ids = True
     texts = [(" first", [7]), ('"token_ids":[3]', [4, 5]), ("\n", [6])]
     wanted = [
         event(form, text, ids).replace(
@@ -74,10 +74,10 @@ def test_a_client_of_vllm_gets_null_in_place_of_the_ids_that_it_did_not_ask_for(
         )
         for text, ids in texts
     ]
-    assert merging.feed(event(form, *texts[0])) == wanted[0]
+    assert merger.feed(event(form, *texts[0])) == wanted[0]
     for (text, ids), expected in zip(texts, wanted, strict=True):
-        assert merging.feed_usual(event(form, text, ids)) == expected == undo_token_ids(event(form, text, ids))
-    assert merging.shown_ids == [7, 7, 4, 5, 6]
+        assert merger.feed_usual(event(form, text, ids)) == expected == undo_token_ids(event(form, text, ids))
+    assert merger.shown_ids == [7, 7, 4, 5, 6]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -95,13 +95,13 @@ def test_a_client_of_vllm_gets_null_in_place_of_the_ids_that_it_did_not_ask_for(
     ],
     ids=str,
 )
-def test_an_event_that_says_more_or_less_is_not_a_usual_one(form: str, changes: dict[str, Any]) -> None:
-    merging = merger()
-    merging.feed(event(form, "a", [1]))
+def test_an_event_with_more_or_fewer_members_is_not_usual(form: str, changes: dict[str, Any]) -> None:
+    merger = make_merger()
+    merger.feed(event(form, "a", [1]))
     more = dict(changes)
     other = event(form, more.pop("text", "b"), more.pop("ids", [2]), **more)
-    assert merging.feed_usual(event(form, "b", [2])) is not None
-    assert merging.feed_usual(other) is None
+    assert merger.feed_usual(event(form, "b", [2])) is not None
+    assert merger.feed_usual(other) is None
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_an_event_that_says_more_or_less_is_not_a_usual_one(form: str, changes: 
         event("vllm", "a", [1]).replace(b'"model"', b'"prompt_token_ids":null,"model"'),
     ],
 )
-def test_no_shape_is_learned_of_an_event_that_is_not_usual(other: bytes) -> None:
+def test_no_template_is_learned_from_an_event_that_is_not_usual(other: bytes) -> None:
     assert learn_template(other) is None
 
 
 @given(
-    said=st.lists(
+    contents=st.lists(
         st.tuples(
             st.sampled_from(["ours", "ours", "reasoning", "vllm"]),
             st.text(max_size=3),
@@ -131,19 +131,19 @@ def test_no_shape_is_learned_of_an_event_that_is_not_usual(other: bytes) -> None
         ),
         max_size=40,
     ),
-    at_once=st.integers(1, 3),
+    events_per_read=st.integers(1, 3),
     split=st.integers(0, 40),
 )
-def test_whichever_events_are_usual_a_stream_is_read_alike(
-    said: list[tuple[str, str, list[int]]], at_once: int, split: int
+def test_a_merger_with_templates_reads_a_stream_like_one_without(
+    contents: list[tuple[str, str, list[int]]], events_per_read: int, split: int
 ) -> None:
-    """One merger is given events as they come in reads, the other has each parsed."""
-    quick, thorough = merger(), merger()
+    """One merger gets the events of each read and may use templates; the other parses each event."""
+    quick, thorough = make_merger(), make_merger()
     thorough._templates_left = 0
-    events = [event(*each) for each in said]
+    events = [event(*each) for each in contents]
     given_quick, given_thorough = b"", b""
-    for start in range(0, len(events), at_once):
-        read = b"".join(events[start : start + at_once])
+    for start in range(0, len(events), events_per_read):
+        read = b"".join(events[start : start + events_per_read])
         usual = quick.feed_usual(read)
         given_quick += quick.feed(read) if usual is None else usual
         given_thorough += thorough.feed(read)
@@ -157,7 +157,7 @@ def test_whichever_events_are_usual_a_stream_is_read_alike(
 
 
 def test_a_usual_event_takes_one_call() -> None:
-    merging = merger()
-    merging.feed(event("ours", "a", [1]))
+    merger = make_merger()
+    merger.feed(event("ours", "a", [1]))
     usual = event("ours", "b", [2])
-    assert calls_in_router(lambda: merging.feed_usual(usual)) == ["feed_usual"]
+    assert calls_in_router(lambda: merger.feed_usual(usual)) == ["feed_usual"]

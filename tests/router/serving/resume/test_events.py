@@ -1,4 +1,4 @@
-"""Events of streams: a usage that the client did not ask for is taken out, an engine's failure is found."""
+"""Events of streams: the router removes a usage that the client did not request, and finds an engine's failure."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def content(text: str, **more: Any) -> dict[str, Any]:
     has_nulls=st.booleans(),
     at=st.integers(0, 4),
 )
-def test_events_without_the_usage_are_those_of_a_stream_that_was_not_asked_for_it(
+def test_a_stream_without_its_usage_equals_one_that_never_had_a_usage(
     texts: list[str], separators: tuple[str, str], end: str, has_nulls: bool, at: int
 ) -> None:
-    unasked = [event(content(text), separators, end) for text in texts]
+    without_usage = [event(content(text), separators, end) for text in texts]
     more = {"usage": None} if has_nulls else {}
-    asked = [event(content(text, **more), separators, end) for text in texts]
-    asked.insert(at, event({"id": "1", "choices": [], "usage": USAGE}, separators, end))
-    assert strip_usage(b"".join(asked), has_nulls=has_nulls) == b"".join(unasked)
+    with_usage = [event(content(text, **more), separators, end) for text in texts]
+    with_usage.insert(at, event({"id": "1", "choices": [], "usage": USAGE}, separators, end))
+    assert strip_usage(b"".join(with_usage), has_nulls=has_nulls) == b"".join(without_usage)
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "chunk",
     [
         content("a", usage=USAGE),
         content("a", usage=None),
@@ -50,8 +50,8 @@ def test_events_without_the_usage_are_those_of_a_stream_that_was_not_asked_for_i
         {"type": "message_delta", "usage": {"output_tokens": 1}},
     ],
 )
-def test_other_events_with_a_usage_stay(kept: dict[str, Any]) -> None:
-    assert strip_usage(event(kept), has_nulls=False) == event(kept)
+def test_other_events_with_a_usage_are_not_removed(chunk: dict[str, Any]) -> None:
+    assert strip_usage(event(chunk), has_nulls=False) == event(chunk)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_other_events_with_a_usage_stay(kept: dict[str, Any]) -> None:
         (content('{"error": {"code": 500}}'), None),
     ],
 )
-def test_an_engine_has_failed_where_an_event_is_an_error_of_its_own(chunk: dict[str, Any], message: str | None) -> None:
+def test_an_event_with_the_engines_own_error_is_an_engine_failure(chunk: dict[str, Any], message: str | None) -> None:
     before = event(content("a")) + event(content('"error"'))
     found = find_engine_failure(before + event(chunk) + b"data: [DONE]\n\n")
     assert found == (None if message is None else (len(before), message))

@@ -1,4 +1,4 @@
-"""Preempted requests over HTTP: a pair's decode instance gives up after any token, and the client reads one answer."""
+"""Preempted requests over HTTP: decode preempts a request after any token, and the client reads one response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 50
 
 
 class Preempting:
-    """Decode: the scripted engine, preempted in leg after leg after as many tokens as ``preemptions`` say."""
+    """A decode instance that preempts each leg after the number of tokens in ``preemptions``."""
 
     def __init__(self, preemptions: list[int], is_chat: bool = True, form: str = "error") -> None:
         self.engine = Engine(PIECES, is_chat)
@@ -30,7 +30,7 @@ class Preempting:
         self.legs: list[dict[str, Any]] = []
 
     async def __call__(self, request: Received, respond: Responder) -> None:
-        """The behaviour of a stand-in."""
+        """Answer a request at a stand-in."""
         members = request.json
         if request.target == "/detokenize":
             text = json.dumps({"prompt": self.engine.text(members["tokens"])}).encode()
@@ -48,10 +48,10 @@ class Preempting:
         await respond.end_stream()
 
 
-def ask(router: RouterUnderTest, stream: bool, is_chat: bool = True, **asked: Any) -> dict[str, Any]:
-    """What the client gets of one request: text, finish reason, usage, and that it was one answer."""
+def ask(router: RouterUnderTest, stream: bool, is_chat: bool = True, **more: Any) -> dict[str, Any]:
+    """Send a request; return the text, the finish reasons and the usage, after a check that it is one response."""
     path, prompt = ("/v1/chat/completions", "messages") if is_chat else ("/v1/completions", "prompt")
-    body = {prompt: [], "request_id": "r", "max_tokens": LIMIT, **asked}
+    body = {prompt: [], "request_id": "r", "max_tokens": LIMIT, **more}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     response = router.client.post(path, json=body)
@@ -69,10 +69,10 @@ def ask(router: RouterUnderTest, stream: bool, is_chat: bool = True, **asked: An
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    said = [choice.get("delta", choice) for choice in choices]
-    assert not any("completion_token_ids" in part for part in said)
+    deltas = [choice.get("delta", choice) for choice in choices]
+    assert not any("completion_token_ids" in part for part in deltas)
     return {
-        "text": "".join(part.get("content", part.get("text", "")) for part in said),
+        "text": "".join(part.get("content", part.get("text", "")) for part in deltas),
         "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
         "usage": [chunk["usage"] for chunk in chunks if chunk.get("usage")],
     }
@@ -80,7 +80,7 @@ def ask(router: RouterUnderTest, stream: bool, is_chat: bool = True, **asked: An
 
 @pytest.fixture
 def router(make_router: MakeRouter, stand_in: MakeStandIn) -> tuple[RouterUnderTest, StandIn]:
-    """A router before one pair, and the decode instance of it."""
+    """Start a router with one pair; return the router and the decode instance."""
     decode = stand_in("decode")
     return make_router(stand_in("prefill"), decode, splitwise=True, preempt_retry_count=10), decode
 
@@ -94,7 +94,7 @@ def router(make_router: MakeRouter, stand_in: MakeStandIn) -> tuple[RouterUnderT
     limit=st.sampled_from([3, 6, LIMIT]),
     detokenizes=st.booleans(),
 )
-def test_preempted_anywhere_the_answer_equals_an_undisturbed_one(
+def test_a_response_preempted_anywhere_equals_one_without_preemptions(
     router: tuple[RouterUnderTest, StandIn],
     preemptions: list[int],
     stream: bool,
@@ -105,16 +105,16 @@ def test_preempted_anywhere_the_answer_equals_an_undisturbed_one(
 ) -> None:
     running, decode = router
     decode.behave = Preempting([], is_chat)
-    undisturbed = ask(running, stream, is_chat, max_tokens=limit)
-    # In one leg no more than what is left can be generated: the engine is preempted before its end, or not at all.
+    expected = ask(running, stream, is_chat, max_tokens=limit)
+    # A leg generates at most the remaining tokens: it is preempted before its end, or not at all.
     decode.behave = preempting = Preempting(preemptions, is_chat, form)
     preempting.detokenizes = detokenizes
-    preempting.preemptions = _possible(preemptions, limit)
-    assert ask(running, stream, is_chat, max_tokens=limit) == undisturbed
+    preempting.preemptions = _select_possible(preemptions, limit)
+    assert ask(running, stream, is_chat, max_tokens=limit) == expected
 
 
-def _possible(preemptions: list[int], limit: int) -> list[int]:
-    """Those preemptions that come before the end, even if no leg had to begin again."""
+def _select_possible(preemptions: list[int], limit: int) -> list[int]:
+    """Select the preemptions before the end of the response, even if no leg begins again."""
     possible: list[int] = []
     for count in preemptions:
         if sum(possible) + count <= min(limit, len(PIECES) - 1):
@@ -124,7 +124,7 @@ def _possible(preemptions: list[int], limit: int) -> list[int]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("token", range(len(PIECES)))
-def test_each_retry_has_an_id_of_its_own_the_tokens_so_far_and_only_the_rest_of_max_tokens(
+def test_each_retry_has_its_own_id_the_tokens_so_far_and_the_rest_of_max_tokens(
     router: tuple[RouterUnderTest, StandIn], token: int, stream: bool
 ) -> None:
     running, decode = router
@@ -148,17 +148,17 @@ def test_prefill_gets_the_tokens_so_far_too(make_router: MakeRouter, stand_in: M
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_leg_that_fails_after_a_preemption_is_made_good_by_another_pair(
+def test_another_pair_serves_a_request_that_fails_after_a_preemption(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
 ) -> None:
     preempting = Preempting([3])
-    decodes = [stand_in("decode", _fails_first_retry(preempting)) for _ in range(2)]
+    decodes = [stand_in("decode", _fail_first_retry(preempting)) for _ in range(2)]
     router = make_router(stand_in("prefill"), *decodes, splitwise=True)
     assert ask(router, stream)["text"] == "Hello world 🙂! And so on"
     assert preempting.legs[-1]["request_id"] == "r-retry2"
 
 
-def _fails_first_retry(preempting: Preempting) -> Behaviour:
+def _fail_first_retry(preempting: Preempting) -> Behaviour:
     """Answer the first retry with 500."""
 
     async def behave(request: Received, respond: Responder) -> None:
@@ -168,7 +168,7 @@ def _fails_first_retry(preempting: Preempting) -> Behaviour:
     return behave
 
 
-def test_a_whole_answer_preempted_too_often_is_one_clear_error(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_response_preempted_too_often_is_one_clear_error(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     decode = stand_in("decode", preempting := Preempting([1] * 9))
     router = make_router(stand_in("prefill"), decode, splitwise=True, preempt_retry_count=2)
     response = router.chat(max_tokens=LIMIT)
@@ -190,7 +190,7 @@ def test_a_stream_preempted_too_often_ends_with_one_clear_error(make_router: Mak
 def test_a_client_that_reads_ids_gets_no_broken_character_after_a_preemption(
     make_router: MakeRouter, stand_in: MakeStandIn, detokenizes: bool, ends: list[str]
 ) -> None:
-    """It has the id of the character's first half, which nobody generates again. Without /detokenize nobody knows."""
+    """The client has the id of a part of a character. Only /detokenize shows the router that the part is incomplete."""
     preempting = Preempting([5])
     preempting.detokenizes = detokenizes
 
@@ -214,15 +214,15 @@ def test_a_client_that_reads_ids_gets_no_broken_character_after_a_preemption(
     assert all("the client has the id of a token" in error["message"] for error in errors)
 
 
-def test_a_character_is_not_taken_as_complete_because_an_instance_failed_to_say(
+def test_a_failed_detokenize_does_not_make_a_character_count_as_complete(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    preempting, asked = Preempting([5]), list[Received]()
+    preempting, queries = Preempting([5]), list[Received]()
 
     async def fail_first(request: Received, respond: Responder) -> None:
         if request.target == "/detokenize":
-            asked.append(request)
-            if len(asked) == 1:
+            queries.append(request)
+            if len(queries) == 1:
                 await respond.answer(503, b"")
                 return
         if request.target == "/detokenize" or preempting.legs:
@@ -243,7 +243,7 @@ def test_a_character_is_not_taken_as_complete_because_an_instance_failed_to_say(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_with_exclude_decode_another_instance_goes_on(
+def test_with_exclude_decode_another_instance_continues(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
 ) -> None:
     preempting = Preempting([2])
@@ -254,15 +254,13 @@ def test_with_exclude_decode_another_instance_goes_on(
     assert [len(each) for each in completions] == [1, 1]
 
 
-def test_with_exclude_decode_the_only_instance_goes_on_all_the_same(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_with_exclude_decode_the_only_instance_still_continues(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     decode = stand_in("decode", Preempting([2]))
     router = make_router(stand_in("prefill"), decode, splitwise=True, preempt_retry_exclude_decode=True)
     assert ask(router, stream=True)["text"] == "Hello world 🙂! And so on"
 
 
-def test_nothing_is_left_running_after_preemptions(router: tuple[RouterUnderTest, StandIn]) -> None:
+def test_no_load_and_no_leg_remains_after_preemptions(router: tuple[RouterUnderTest, StandIn]) -> None:
     running, decode = router
     decode.behave = Preempting([1, 2, 1])
     ask(running, stream=True)
@@ -270,10 +268,10 @@ def test_nothing_is_left_running_after_preemptions(router: tuple[RouterUnderTest
     assert (loads, decode.running) == ([(0, 0), (0, 0)], 0)
 
 
-def test_a_large_answer_is_merged_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_large_response_is_merged(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     preempting = Preempting([3])
 
-    async def with_much_beside_the_text(request: Received, respond: Responder) -> None:
+    async def answer_with_large_logprobs(request: Received, respond: Responder) -> None:
         leg = len(preempting.legs)
         preempting.legs.append(request.json)
         answer = json.loads(preempting.engine.answer(request.json, leg, 3 if leg == 0 else None))
@@ -281,23 +279,23 @@ def test_a_large_answer_is_merged_too(make_router: MakeRouter, stand_in: MakeSta
         await respond.answer(200, json.dumps(answer).encode())
 
     async def decode(request: Received, respond: Responder) -> None:
-        behave = preempting if request.target == "/detokenize" else with_much_beside_the_text
+        behave = preempting if request.target == "/detokenize" else answer_with_large_logprobs
         await behave(request, respond)
 
     router = make_router(stand_in("prefill"), stand_in("decode", decode), splitwise=True)
     assert ask(router, stream=False)["text"] == b"".join(PIECES).decode()
 
 
-def test_a_leg_that_does_not_go_on_with_the_stream_ends_it_with_one_clear_error(
+def test_a_leg_that_does_not_continue_the_stream_ends_it_with_one_clear_error(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     preempting = Preempting([3])
 
-    async def streams_only_once(request: Received, respond: Responder) -> None:
+    async def stream_only_once(request: Received, respond: Responder) -> None:
         behave = answers() if preempting.legs else preempting
         await behave(request, respond)
 
-    router = make_router(stand_in("prefill"), stand_in("decode", streams_only_once), splitwise=True)
+    router = make_router(stand_in("prefill"), stand_in("decode", stream_only_once), splitwise=True)
     *_, error, done, nothing = router.chat(stream=True).text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "cannot_continue"
     assert (done, nothing) == ("data: [DONE]", "")
@@ -308,6 +306,6 @@ def test_the_record_counts_the_tokens_of_all_legs(router: tuple[RouterUnderTest,
     routed, decode = router
     decode.behave = Preempting([3, 2])
     ask(routed, stream)
-    explained = wait_until(lambda: routed.app.audit.explain_request("r"), "the record")  # made behind the last byte
-    assert explained is not None
-    assert (explained["prompt_tokens"], explained["completion_tokens"]) == (len(PROMPT_IDS), len(PIECES))
+    record = wait_until(lambda: routed.app.audit.explain_request("r"), "the record")  # made after the last byte
+    assert record is not None
+    assert (record["prompt_tokens"], record["completion_tokens"]) == (len(PROMPT_IDS), len(PIECES))

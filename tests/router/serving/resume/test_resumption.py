@@ -1,6 +1,6 @@
-"""Streams whose instance dies, breaks off or hangs, over HTTP: the client reads one undisturbed stream.
+"""Streams of an instance that dies, breaks off or hangs, over HTTP: the client reads one uninterrupted stream.
 
-The instances answer by a model whose next token depends on all before it, so a wrong continuation shows.
+Each token of the stand-ins' model depends on all tokens before it, so a wrong continuation has other tokens.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 
 class Breaking:
-    """Instances of one engine that share what is to happen: each leg breaks off after so many events, then none."""
+    """Instances of one engine. Each leg breaks off after the number of events in ``breaks``; later legs do not."""
 
     def __init__(self, engine: str, breaks: list[int], *, half: bool = False, hang: bool = False) -> None:
-        self.told = {"engine": engine}
+        self.fields = {"engine": engine}
         self.breaks = breaks
         self.cached: list[int] = []
-        """Tokens of the prompt that each leg finds cached; then none."""
-        self.tells_cache = False
-        """Whether a stream says so at its beginning, where it tells ids."""
+        """The number of cached prompt tokens of each leg; 0 for later legs."""
+        self.reports_cache = False
+        """Whether the first event of a stream with token ids has the number of cached tokens."""
         self.half = half
         self.hang = hang
         self.legs: list[dict[str, Any]] = []
 
     def serve(self, instance: StandIn) -> StandIn:
-        instance.told, instance.behave = {**instance.told, **self.told}, self._behave
+        instance.told, instance.behave = {**instance.told, **self.fields}, self._behave
         return instance
 
     async def _behave(self, request: Received, respond: Responder) -> None:
@@ -56,8 +56,8 @@ class Breaking:
             return
         await respond.start_stream()
         for number, event in enumerate(asked.events(f"leg-{len(self.legs)}", cached, asked.generate())):
-            if not number and self.tells_cache and request.json.get("return_token_ids"):
-                event = tell_cache(event, cached)
+            if not number and self.reports_cache and request.json.get("return_token_ids"):
+                event = add_cached_tokens(event, cached)
             if number == breaks_after:
                 if self.half:
                     await respond.chunk(event.encode()[: len(event) // 2])
@@ -69,36 +69,36 @@ class Breaking:
         await respond.end_stream()
 
 
-def tell_cache(event: str, cached: int) -> str:
-    """A stream's first event as our engine tells it where ids are asked for."""
+def add_cached_tokens(event: str, cached: int) -> str:
+    """Add the cached tokens to a stream's first event, as our engine does if the request asks for token ids."""
     chunk = json.loads(event.removeprefix("data: "))
     (choice,) = chunk["choices"]
     choice.get("delta", choice)["prompt_cache"] = {"cached_tokens": cached, "own_cached_tokens": cached}
     return f"data: {json.dumps(chunk)}\n\n"
 
 
-def usage_of(stream: str) -> dict[str, Any]:
-    """The usage that the client reads last."""
+def find_usage(stream: str) -> dict[str, Any]:
+    """Return the last usage in a stream."""
     assert "prompt_cache" not in stream
     events = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: {")]
     assert all("error" not in event for event in events), stream
-    told = [event.get("response", event).get("usage") for event in events]
-    found: dict[str, Any] = [usage for usage in told if usage][-1]
+    usages = [event.get("response", event).get("usage") for event in events]
+    found: dict[str, Any] = [usage for usage in usages if usage][-1]
     return found
 
 
 def read(stream: str) -> dict[str, Any]:
-    """A client's view of a stream that should be whole."""
+    """Return a client's view of a stream, after a check that the stream is whole."""
     *events, done, nothing = stream.split("\n\n")
     assert (done, nothing) == ("data: [DONE]", ""), stream
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert all("error" not in chunk for chunk in chunks), stream
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    said = [choice.get("delta", choice) for choice in choices]
+    deltas = [choice.get("delta", choice) for choice in choices]
     assert not re.search(r'token_ids": *\[', stream)
     return {
-        "text": "".join(part.get("content", part.get("text", "")) for part in said),
-        "roles": [part["role"] for part in said if "role" in part],
+        "text": "".join(part.get("content", part.get("text", "")) for part in deltas),
+        "roles": [part["role"] for part in deltas if "role" in part],
         "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
         "usage": [
             {name: chunk["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
@@ -121,8 +121,8 @@ def limit_of(path: str) -> dict[str, int]:
     return {LIMITS[path]: TOKENS}
 
 
-def prefill_that_caches(*cached: int) -> Behaviour:
-    """Answers with its first token, and so many tokens of its prompt cached each time."""
+def answer_as_prefill(*cached: int) -> Behaviour:
+    """Return a behaviour that answers with one token and reports these numbers of cached tokens in turn."""
     left = iter(cached)
 
     async def behave(request: Received, respond: Responder) -> None:
@@ -133,15 +133,15 @@ def prefill_that_caches(*cached: int) -> Behaviour:
     return behave
 
 
-def error_of(stream: str) -> dict[str, Any]:
-    """The one error event with which a stream ended."""
+def read_error(stream: str) -> dict[str, Any]:
+    """Return the only error event of a stream, which is at its end."""
     *_, error, done, nothing = stream.split("\n\n")
     assert (done, nothing, stream.count('"error"')) == ("data: [DONE]", "", 1)
     found: dict[str, Any] = json.loads(error.removeprefix("data: "))["error"]
     return found
 
 
-def undisturbed(path: str) -> dict[str, Any]:
+def make_expected(path: str) -> dict[str, Any]:
     asked = Asked.read(path, {**PROMPTS[path], "max_tokens": TOKENS})
     return {
         "text": answer_text(path, asked.body),
@@ -162,26 +162,26 @@ def undisturbed(path: str) -> dict[str, Any]:
         ("sglang", COMPLETIONS),
     ],
 )
-def test_a_stream_whose_instance_dies_after_any_event_reads_like_an_undisturbed_one(
+def test_a_stream_reads_like_an_uninterrupted_one_if_its_instance_dies_after_any_event(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, engine: str, path: str
 ) -> None:
-    monkeypatch.setattr("router.serving.retry_loop.find_limit", lambda *_: 9)  # so that there are two seams
+    monkeypatch.setattr("router.serving.retry_loop.find_limit", lambda *_: 9)  # for two continuations
     breaking = Breaking(engine, [])
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
     for half in (False, True):
         for event in range(TOKENS + (path == CHAT) + 2):
             breaking.half, breaking.breaks, breaking.legs = half, [event, 1 + event % 3], []
-            assert read(ask(router, path)) == undisturbed(path), (event, half)
+            assert read(ask(router, path)) == make_expected(path), (event, half)
 
 
 @pytest.mark.parametrize(("path", "engine"), [(CHAT, "fastdeploy"), (COMPLETIONS, "fastdeploy")])
-def test_a_pair_whose_decode_instance_dies_is_replaced_by_another(
+def test_another_decode_instance_continues_a_stream_of_a_pair(
     make_router: MakeRouter, stand_in: MakeStandIn, path: str, engine: str
 ) -> None:
     breaking = Breaking(engine, [3])
     decodes = [breaking.serve(stand_in("decode")) for _ in range(2)]
     router = make_router(stand_in("prefill"), *decodes, splitwise=True)
-    assert read(ask(router, path)) == undisturbed(path)
+    assert read(ask(router, path)) == make_expected(path)
     assert [len(each.received) for each in decodes] == [1, 1]
     key = next(each.key for each in decodes if each.received[0].json == breaking.legs[0])
     assert f'router_resumptions_total{{instance="{key}"}} 1.0' in router.client.get("/metrics").text
@@ -193,16 +193,16 @@ def test_a_pair_whose_decode_instance_dies_is_replaced_by_another(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("event", [2, TOKENS + 1])
-def test_usage_of_a_resumed_stream_says_what_its_first_instance_had_cached(
+def test_usage_of_a_resumed_stream_has_the_cached_tokens_of_its_first_instance(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, path: str, event: int
 ) -> None:
-    monkeypatch.setattr("router.serving.retry_loop.find_limit", lambda *_: 9)  # so that there are two seams
+    monkeypatch.setattr("router.serving.retry_loop.find_limit", lambda *_: 9)  # for two continuations
     breaking = Breaking("fastdeploy", [event, 2])
-    breaking.cached, breaking.tells_cache = [2, 3, 4], True
+    breaking.cached, breaking.reports_cache = [2, 3, 4], True
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
     stream = ask(router, path)
-    assert read(stream) == undisturbed(path)
-    details = usage_of(stream)["prompt_tokens_details"]
+    assert read(stream) == make_expected(path)
+    details = find_usage(stream)["prompt_tokens_details"]
     assert details.pop("own_cached_tokens", 2) == 2
     assert details == {"cached_tokens": 2}
     (record,) = wait_until(lambda: router.app.audit.records, "the record")
@@ -210,63 +210,63 @@ def test_usage_of_a_resumed_stream_says_what_its_first_instance_had_cached(
 
 
 @pytest.mark.parametrize(("engine", "path"), [("fastdeploy", CHAT), ("vllm", CHAT), ("sglang", COMPLETIONS)])
-def test_usage_of_a_resumed_stream_says_nothing_of_a_cache_where_its_first_instance_did_not(
+def test_usage_of_a_resumed_stream_has_no_cached_tokens_if_its_first_instance_reports_none(
     make_router: MakeRouter, stand_in: MakeStandIn, engine: str, path: str
 ) -> None:
     breaking = Breaking(engine, [3])
     breaking.cached = [2, 3]
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
     stream = ask(router, path)
-    assert read(stream) == undisturbed(path)
-    assert usage_of(stream)["prompt_tokens_details"] == {}
+    assert read(stream) == make_expected(path)
+    assert find_usage(stream)["prompt_tokens_details"] == {}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("event", [2, TOKENS + 1])
-def test_usage_of_a_resumed_stream_of_a_pair_says_what_its_first_prefill_had_cached(
+def test_usage_of_a_resumed_stream_of_a_pair_has_the_cached_tokens_of_its_first_prefill(
     make_router: MakeRouter, stand_in: MakeStandIn, path: str, event: int
 ) -> None:
     breaking = Breaking("fastdeploy", [event])
-    breaking.cached = [3, 4]  # to decode, all that prefill computed is cached
+    breaking.cached = [3, 4]  # for decode, all tokens from prefill are cached
     decodes = [breaking.serve(stand_in("decode")) for _ in range(2)]
-    prefill = stand_in("prefill", prefill_that_caches(2, 4))
+    prefill = stand_in("prefill", answer_as_prefill(2, 4))
     router = make_router(prefill, *decodes, splitwise=True)
     stream = ask(router, path)
-    assert read(stream) == undisturbed(path)
-    assert usage_of(stream)["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert read(stream) == make_expected(path)
+    assert find_usage(stream)["prompt_tokens_details"] == {"cached_tokens": 2}
     (record,) = wait_until(lambda: router.app.audit.records, "the record")
     assert record.cached_tokens == 2
 
 
 @pytest.mark.parametrize("splitwise", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-def test_usage_of_a_stream_that_begins_again_is_of_the_instance_that_answered(
+def test_usage_of_a_stream_that_begins_again_is_that_of_the_second_instance(
     make_router: MakeRouter, stand_in: MakeStandIn, path: str, splitwise: bool
 ) -> None:
     breaking = Breaking("fastdeploy", [-1])
-    breaking.cached, breaking.tells_cache = [1, 2], path in (CHAT, COMPLETIONS)
+    breaking.cached, breaking.reports_cache = [1, 2], path in (CHAT, COMPLETIONS)
     instances = [breaking.serve(stand_in("decode" if splitwise else "mixed")) for _ in range(2)]
     if splitwise:
-        instances.append(stand_in("prefill", prefill_that_caches(1, 2)))
+        instances.append(stand_in("prefill", answer_as_prefill(1, 2)))
     router = make_router(*instances, splitwise=splitwise)
-    usage = usage_of(ask(router, path))
+    usage = find_usage(ask(router, path))
     asked = Asked.read(path, {**PROMPTS[path], **limit_of(path)})
     generated = usage.get("completion_tokens", usage.get("output_tokens"))
     if path == MESSAGES:
-        told = (usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"])
+        counts = (usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"])
     elif path == RESPONSES:
-        told = (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"])
+        counts = (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"])
     else:
-        told = (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
-    assert (*told, generated) == (asked.prompt_tokens, 2, TOKENS)
+        counts = (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+    assert (*counts, generated) == (asked.prompt_tokens, 2, TOKENS)
     assert len(breaking.legs) == 2
 
 
-def test_a_stream_that_hangs_goes_on_elsewhere_and_is_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_stalled_stream_is_aborted_and_continues_elsewhere(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     breaking = Breaking("fastdeploy", [3], hang=True)
     instances = [breaking.serve(stand_in("mixed")) for _ in range(2)]
     router = make_router(*instances, stream_stall_secs=0.2)
-    assert read(ask(router, CHAT)) == undisturbed(CHAT)
+    assert read(ask(router, CHAT)) == make_expected(CHAT)
     wait_until(lambda: sum(len(each.aborted) for each in instances) == 1, "the abort")
 
 
@@ -282,12 +282,12 @@ def test_a_stream_that_hangs_goes_on_elsewhere_and_is_aborted(make_router: MakeR
     ],
 )
 @pytest.mark.parametrize("engine", ["fastdeploy", "vllm"])
-def test_a_stream_that_would_not_go_on_exactly_ends_with_the_reason(
+def test_a_stream_that_cannot_continue_exactly_ends_with_the_reason(
     make_router: MakeRouter, stand_in: MakeStandIn, engine: str, more: dict[str, Any], why: str
 ) -> None:
     breaking = Breaking(engine, [4])
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
-    error = error_of(ask(router, CHAT, **more))
+    error = read_error(ask(router, CHAT, **more))
     assert error["code"] == "mixed_failed"
     assert "failed in the middle of its response" in error["message"]
     assert why in error["message"].partition("the stream was not resumed: ")[2]
@@ -295,30 +295,30 @@ def test_a_stream_that_would_not_go_on_exactly_ends_with_the_reason(
 
 
 @pytest.mark.parametrize(("engine", "path"), [("openai", COMPLETIONS), ("sglang", CHAT)])
-def test_an_engine_that_tells_no_ids_is_not_asked_for_them(
+def test_an_engine_that_reports_no_ids_gets_no_request_for_ids(
     make_router: MakeRouter, stand_in: MakeStandIn, engine: str, path: str
 ) -> None:
     breaking = Breaking(engine, [3])
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)))
-    assert f"the engine {engine} reports no token ids" in error_of(ask(router, path))["message"]
+    assert f"the engine {engine} reports no token ids" in read_error(ask(router, path))["message"]
     assert "return_token_ids" not in breaking.legs[0]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_ids_that_a_client_of_vllm_did_not_ask_for_are_null(
+def test_ids_that_a_client_of_vllm_did_not_request_are_null(
     make_router: MakeRouter, stand_in: MakeStandIn, path: str
 ) -> None:
     breaking = Breaking("vllm", [])
     stream = ask(make_router(breaking.serve(stand_in("mixed"))), path)
     assert breaking.legs[0]["return_token_ids"] is True
     assert len(re.findall(r'"token_ids": *null', stream)) == TOKENS
-    assert read(stream) == undisturbed(path)
+    assert read(stream) == make_expected(path)
 
 
-def test_a_stream_is_resumed_only_so_often(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_stream_is_resumed_up_to_the_limit(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     breaking = Breaking("fastdeploy", [3] * 9)
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)), stream_resume_count=1)
-    message = error_of(ask(router, CHAT))["message"]
+    message = read_error(ask(router, CHAT))["message"]
     assert (
         len(breaking.legs),
         message.endswith("the limit of resumptions (1, see server.stream-resume-count) is reached"),
@@ -328,16 +328,16 @@ def test_a_stream_is_resumed_only_so_often(make_router: MakeRouter, stand_in: Ma
 def test_with_the_setting_at_0_a_stream_that_breaks_off_ends(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     breaking = Breaking("fastdeploy", [3])
     router = make_router(*(breaking.serve(stand_in("mixed")) for _ in range(2)), stream_resume_count=0)
-    assert "resumed" not in error_of(ask(router, CHAT))["message"]
+    assert "resumed" not in read_error(ask(router, CHAT))["message"]
     assert "return_token_ids" not in breaking.legs[0]
 
 
-def test_another_prompt_than_the_streams_own_is_found_out(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    """A vLLM that does not know of ids in place of messages, and whose template makes something else of the text."""
+def test_a_prompt_that_is_tokenized_differently_is_detected(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    """The stand-ins act as a vLLM that ignores token ids in place of messages and tokenizes messages differently."""
     breaking = Breaking("vllm", [4])
     instances = [breaking.serve(stand_in("mixed")) for _ in range(2)]
 
-    def ignoring(behave: Behaviour) -> Behaviour:
+    def ignore_ids(behave: Behaviour) -> Behaviour:
         async def ignore(request: Received, respond: Responder) -> None:
             members = request.json
             if members.pop("kv_transfer_params", None):
@@ -347,23 +347,23 @@ def test_another_prompt_than_the_streams_own_is_found_out(make_router: MakeRoute
         return ignore
 
     for instance in instances:
-        instance.behave = ignoring(instance.behave)
-    message = error_of(ask(make_router(*instances), CHAT))["message"]
+        instance.behave = ignore_ids(instance.behave)
+    message = read_error(ask(make_router(*instances), CHAT))["message"]
     assert "tokenized the prompt differently" in message
     assert "the client has text whose token ids are not known" in message
     assert len(breaking.legs) == 2
 
 
 class Merging:
-    """Instances that merge the tokens of an event, and detokenize: the first leg breaks off within a character."""
+    """Instances that send several tokens in one event, and detokenize. The first leg breaks off within a character."""
 
     def __init__(
         self, engine: Engine, first: list[int], *, name: str | None = "prompt", finish: str | None = None
     ) -> None:
         self.engine = engine
         self.first = first
-        self.name = name  # of the text in an answer of /detokenize; None: there is none
-        self.finish = finish  # of the first leg, whose end alone is missing then
+        self.name = name  # of the text in a response of /detokenize; None: that path answers 404
+        self.finish = finish  # of the first leg, which then lacks only the end of the stream
         self.legs: list[dict[str, Any]] = []
 
     async def __call__(self, request: Received, respond: Responder) -> None:
@@ -391,7 +391,7 @@ SMILE = [b"Hello", b" w", b"\xf0", b"\x9f", b"\x99\x82", b"!"]
 
 @pytest.mark.parametrize("name", ["prompt", "text"])
 @pytest.mark.parametrize("count", range(2, len(SMILE) + 1))
-def test_a_character_split_behind_an_event_of_several_tokens_is_whole_in_a_resumed_stream(
+def test_a_character_that_is_split_after_several_tokens_is_whole_in_a_resumed_stream(
     make_router: MakeRouter, stand_in: MakeStandIn, count: int, name: str
 ) -> None:
     merging = Merging(Engine(SMILE), [100 + i for i in range(count)], name=name)
@@ -407,10 +407,10 @@ def test_a_character_split_behind_an_event_of_several_tokens_is_whole_in_a_resum
 
 
 @pytest.mark.parametrize(("finish", "num_legs"), [("length", 1), (None, 2)])
-def test_an_answer_that_ends_within_a_character_has_all_its_tokens_though_its_connection_breaks_off(
+def test_a_response_that_ends_within_a_character_has_all_its_tokens_after_a_broken_connection(
     make_router: MakeRouter, stand_in: MakeStandIn, finish: str | None, num_legs: int
 ) -> None:
-    """An engine that tells the end shows half a character; before, the text of its token may be missing."""
+    """An engine shows an incomplete character at the end of a text; before, the text of its token may be missing."""
     merging = Merging(Engine(SMILE), [100, 101, 102], finish=finish)
     router = make_router(*(stand_in("mixed", merging) for _ in range(2)))
     events = ask(router, CHAT, max_tokens=3).split("\n\n")
@@ -434,10 +434,10 @@ def test_an_answer_that_ends_within_a_character_has_all_its_tokens_though_its_co
         ),
     ],
 )
-def test_a_stream_whose_last_character_may_be_half_does_not_go_on_by_guess(
+def test_a_stream_with_a_possibly_incomplete_last_character_is_not_resumed(
     make_router: MakeRouter, stand_in: MakeStandIn, name: str | None, asked: dict[str, Any], why: str
 ) -> None:
     merging = Merging(Engine(SMILE), [100, 101, 102], name=name)
     router = make_router(*(stand_in("mixed", merging) for _ in range(2)))
-    message = error_of(ask(router, CHAT, **asked))["message"]
+    message = read_error(ask(router, CHAT, **asked))["message"]
     assert message.partition("the stream was not resumed: ")[2].endswith(why)

@@ -1,4 +1,4 @@
-"""Preempted requests: however often and wherever an engine gives up, the client reads an undisturbed answer."""
+"""Preempted requests: after any number of preemptions at any token, the client reads the same response."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _body(**members: Any) -> InferenceBody:
     return parse_inference(orjson.dumps({"model": "m", **members}))
 
 
-def _streamed(engine: Engine, body: InferenceBody, preemptions: list[int], form: str, at_once: int) -> bytes:
-    """What the client reads when leg after leg is preempted after so many tokens, ``at_once`` events a feed."""
+def _stream(engine: Engine, body: InferenceBody, preemptions: list[int], form: str, at_once: int) -> bytes:
+    """Return the client's stream if legs are preempted after so many tokens; feed ``at_once`` events a call."""
     merger = StreamMerger(body)
     members = {**body.members, "return_token_ids": True}
     given = b""
@@ -47,18 +47,18 @@ def _streamed(engine: Engine, body: InferenceBody, preemptions: list[int], form:
 
 
 def _read(stream: bytes) -> dict[str, Any]:
-    """A client's view of a stream."""
+    """Return a client's view of a stream."""
     events = [event.removeprefix(b"data: ") for event in stream.split(b"\n\n")]
     assert events[-2:] == [b"[DONE]", b""]
     assert events.count(b"[DONE]") == 1
     chunks = [json.loads(event) for event in events[:-2]]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    said = [choice.get("delta", choice) for choice in choices]
+    deltas = [choice.get("delta", choice) for choice in choices]
     return {
-        "text": "".join(part.get("content", part.get("text", "")) for part in said),
-        "ids": [token for part in said for token in part.get("completion_token_ids", [])],
-        "prompt_ids": [part["prompt_token_ids"] for part in said if "prompt_token_ids" in part],
-        "roles": [part["role"] for part in said if "role" in part],
+        "text": "".join(part.get("content", part.get("text", "")) for part in deltas),
+        "ids": [token for part in deltas for token in part.get("completion_token_ids", [])],
+        "prompt_ids": [part["prompt_token_ids"] for part in deltas if "prompt_token_ids" in part],
+        "roles": [part["role"] for part in deltas if "role" in part],
         "finish": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
         "usage": [chunk["usage"] for chunk in chunks if chunk.get("usage")],
         "identity": {(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks},
@@ -67,7 +67,7 @@ def _read(stream: bytes) -> dict[str, Any]:
 
 @st.composite
 def _pieces(draw: st.DrawFn) -> list[bytes]:
-    """Tokens of a text, whose characters of several bytes may be split over them."""
+    """Draw the tokens of a text; a character of several bytes may be split over tokens."""
     pool = 'ab "é中🙂\\\n{},' + 'pd_reschedule "error" "token_ids":[1]'
     data = "".join(draw(st.lists(st.sampled_from(list(pool)), min_size=1, max_size=12))).encode()
     cuts = sorted(draw(st.sets(st.integers(1, len(data)), max_size=10)) | {0, len(data)})
@@ -78,8 +78,8 @@ _preemptions = st.lists(st.integers(0, 4), max_size=4)
 _limits = st.none() | st.integers(1, 14)
 
 
-def _before_the_end(engine: Engine, body: InferenceBody, preemptions: list[int]) -> list[int]:
-    """Those preemptions that can come: not after the last token of a text, where the engine has finished."""
+def _select_possible(engine: Engine, body: InferenceBody, preemptions: list[int]) -> list[int]:
+    """Select the preemptions that can happen: not after the last token of a text, when the engine has finished."""
     generated, at_limit = engine.generate(dict(body.members), None)
     last = len(generated) if at_limit else len(generated) - 1
     return [count for count, total in zip(preemptions, accumulate(preemptions), strict=True) if total <= last]
@@ -94,7 +94,7 @@ def _before_the_end(engine: Engine, body: InferenceBody, preemptions: list[int])
     form=st.sampled_from(["error", "finish"]),
     at_once=st.integers(1, 5),
 )
-def test_a_stream_preempted_anywhere_reads_like_an_undisturbed_one(
+def test_a_stream_preempted_anywhere_reads_like_one_without_preemptions(
     pieces: list[bytes],
     preemptions: list[int],
     limit: int | None,
@@ -107,10 +107,10 @@ def test_a_stream_preempted_anywhere_reads_like_an_undisturbed_one(
     wanted = {"max_tokens": limit} if limit else {}
     asked = {"return_token_ids": True} if asks_ids else {}
     body = _body(stream=True, stream_options={"include_usage": True}, **wanted, **asked)
-    preemptions = _before_the_end(engine, body, preemptions)
-    seen = _read(_streamed(engine, body, preemptions, form, at_once))
-    undisturbed = _read(_streamed(engine, body, [], form, 1))
-    assert seen == undisturbed
+    preemptions = _select_possible(engine, body, preemptions)
+    seen = _read(_stream(engine, body, preemptions, form, at_once))
+    expected = _read(_stream(engine, body, [], form, 1))
+    assert seen == expected
 
 
 @pytest.mark.parametrize("form", ["error", "finish"])
@@ -118,7 +118,7 @@ def test_a_stream_preempted_anywhere_reads_like_an_undisturbed_one(
 def test_a_stream_is_resumed_after_each_token(token: int, form: str) -> None:
     engine = Engine([b"Hello", b" w", b"or", b"ld ", b"\xf0\x9f", b"\x99\x82", b"!"])
     body = _body(stream=True, max_tokens=50, stream_options={"include_usage": True})
-    seen = _read(_streamed(engine, body, [token], form, 1))
+    seen = _read(_stream(engine, body, [token], form, 1))
     assert seen["text"] == "Hello world 🙂!"
     assert seen["usage"] == [{"prompt_tokens": 4, "completion_tokens": 7, "total_tokens": 11}]
 
@@ -127,11 +127,11 @@ _PREEMPTION = b'data: {"error":{"message":"PD Error"}}\n\n'
 
 
 def _event(**choice: Any) -> bytes:
-    """An event with one choice."""
+    """Make an event with one choice."""
     return b"data: " + orjson.dumps({"choices": [{"index": 0, **choice}]}) + b"\n\n"
 
 
-def _preempted(body: InferenceBody, engine: Engine, after: int) -> StreamMerger:
+def _preempt(body: InferenceBody, engine: Engine, after: int) -> StreamMerger:
     merger = StreamMerger(body)
     for event in engine.stream({**body.members, "return_token_ids": True}, 0, after, "error"):
         merger.feed(event)
@@ -140,7 +140,7 @@ def _preempted(body: InferenceBody, engine: Engine, after: int) -> StreamMerger:
 
 def test_a_resumption_counts_every_limit_once() -> None:
     body = _body(stream=True, max_tokens=10, max_completion_tokens=8, min_tokens=2, echo=True)
-    merger = _preempted(body, Engine([b"a", b"b", b"c", b"d"]), 3)
+    merger = _preempt(body, Engine([b"a", b"b", b"c", b"d"]), 3)
     assert merger.resume_members() == {
         "completion_token_ids": [100, 101, 102],
         "max_tokens": 7,
@@ -150,8 +150,8 @@ def test_a_resumption_counts_every_limit_once() -> None:
     }
 
 
-def _limited(limit: float | str) -> StreamMerger:
-    """Of a stream with this limit, preempted after three tokens."""
+def _preempt_with_limit(limit: float | str) -> StreamMerger:
+    """Preempt a stream with this limit after three tokens."""
     merger = StreamMerger(_body(stream=True, max_tokens=limit))
     for event in Engine([b"a", b"b", b"c", b"d"]).stream({"return_token_ids": True}, 0, 3, "error"):
         merger.feed(event)
@@ -159,27 +159,27 @@ def _limited(limit: float | str) -> StreamMerger:
 
 
 @pytest.mark.parametrize("limit", [10.0, "10", "10.0"])
-def test_a_limit_is_counted_however_it_is_written(limit: float | str) -> None:
-    assert _limited(limit).resume_members() == {"completion_token_ids": [100, 101, 102], "max_tokens": 7}
+def test_a_limit_is_counted_in_every_notation(limit: float | str) -> None:
+    assert _preempt_with_limit(limit).resume_members() == {"completion_token_ids": [100, 101, 102], "max_tokens": 7}
 
 
 @pytest.mark.parametrize("limit", [3.0, "3"])
-def test_a_stream_is_complete_at_its_limit_however_that_is_written(limit: float | str) -> None:
-    assert _limited(limit).complete
+def test_a_stream_is_complete_at_its_limit_in_every_notation(limit: float | str) -> None:
+    assert _preempt_with_limit(limit).complete
 
 
-def test_a_resumption_goes_on_before_an_unfinished_character() -> None:
-    merger = _preempted(_body(stream=True), Engine([b"a", b"\xe4", b"\xb8", b"\xad"]), 3)
+def test_a_resumption_starts_before_an_incomplete_character() -> None:
+    merger = _preempt(_body(stream=True), Engine([b"a", b"\xe4", b"\xb8", b"\xad"]), 3)
     assert merger.resume_members() == {"completion_token_ids": [100]}
 
 
-def test_a_stream_that_has_shown_nothing_begins_again() -> None:
-    assert _preempted(_body(stream=True, n=2), Engine([b"a"]), 0).resume_members() == {}
+def test_a_stream_without_content_begins_again() -> None:
+    assert _preempt(_body(stream=True, n=2), Engine([b"a"]), 0).resume_members() == {}
 
 
 @pytest.mark.parametrize("members", [{"n": 2}, {"response_format": {"type": "json_object"}}])
-def test_a_stream_that_cannot_go_on_exactly_is_given_up(members: dict[str, Any]) -> None:
-    assert _preempted(_body(stream=True, **members), Engine([b"a", b"b"]), 1).resume_members() is None
+def test_a_stream_that_cannot_continue_exactly_is_not_resumed(members: dict[str, Any]) -> None:
+    assert _preempt(_body(stream=True, **members), Engine([b"a", b"b"]), 1).resume_members() is None
 
 
 def test_text_without_ids_cannot_be_resumed() -> None:
@@ -190,12 +190,12 @@ def test_text_without_ids_cannot_be_resumed() -> None:
     assert merger.resume_members() is None
 
 
-def test_a_long_stream_keeps_its_ids_and_not_its_events() -> None:
+def test_a_long_stream_stores_its_ids_and_not_its_events() -> None:
     count = 2000
     engine = Engine([b"x" * 500] * (count + 1))
     tracemalloc.start()
     try:
-        merger = _preempted(_body(stream=True), engine, count)
+        merger = _preempt(_body(stream=True), engine, count)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -209,14 +209,14 @@ def test_the_id_zero_is_a_token_and_negative_ones_are_not() -> None:
     assert merger.resume_members() == {"completion_token_ids": [0, 1]}
 
 
-def test_reasoning_beside_an_empty_content_is_text_that_was_shown() -> None:
+def test_reasoning_with_an_empty_content_is_text_that_was_shown() -> None:
     merger = StreamMerger(_body(stream=True))
     delta = {"content": "", "reasoning_content": "hm", "completion_token_ids": [1, 2]}
     merger.feed(_event(delta=delta) + _PREEMPTION)
     assert merger.resume_members() == {"completion_token_ids": [1, 2]}
 
 
-def test_a_stream_that_has_shown_a_tool_call_is_given_up() -> None:
+def test_a_stream_that_has_shown_a_tool_call_is_not_resumed() -> None:
     merger = StreamMerger(_body(stream=True))
     merger.feed(_event(delta={"tool_calls": [{"index": 0}], "completion_token_ids": [1]}) + _PREEMPTION)
     assert merger.resume_members() is None
@@ -227,15 +227,15 @@ def test_a_stream_that_is_not_preempted_passes_byte_for_byte() -> None:
     assert StreamMerger(_body(stream=True)).feed(events) == events
 
 
-@pytest.mark.parametrize(("is_chat", "said"), [(True, {"delta": {}}), (False, {"text": ""})])
-def test_the_end_of_a_complete_stream_has_the_form_of_its_chunks(is_chat: bool, said: dict[str, Any]) -> None:
-    merger = _preempted(_body(stream=True, max_tokens=1), Engine([b"a", b"b"], is_chat), 1)
+@pytest.mark.parametrize(("is_chat", "member"), [(True, {"delta": {}}), (False, {"text": ""})])
+def test_the_end_of_a_complete_stream_has_the_form_of_its_chunks(is_chat: bool, member: dict[str, Any]) -> None:
+    merger = _preempt(_body(stream=True, max_tokens=1), Engine([b"a", b"b"], is_chat), 1)
     assert merger.complete
     end = json.loads(merger.make_end().removeprefix(b"data: ").removesuffix(b"data: [DONE]\n\n"))
-    assert end["choices"] == [{"index": 0, **said, "finish_reason": "length"}]
+    assert end["choices"] == [{"index": 0, **member, "finish_reason": "length"}]
 
 
-def test_offsets_of_text_go_on_after_what_was_shown() -> None:
+def test_text_offsets_continue_after_the_shown_text() -> None:
     merger = StreamMerger(_body(stream=True))
     merger.feed(_event(text="abc", completion_token_ids=[1]) + _PREEMPTION)
     merger.begin_segment()
@@ -243,7 +243,7 @@ def test_offsets_of_text_go_on_after_what_was_shown() -> None:
     assert json.loads(given.removeprefix(b"data: "))["choices"][0]["logprobs"] == {"text_offset": [3, 4]}
 
 
-def test_a_stream_without_ids_is_not_kept_beyond_a_few_events() -> None:
+def test_a_stream_without_ids_stores_no_events_after_the_first_ones() -> None:
     merger = StreamMerger(_body(stream=True))
     for _ in range(9):
         merger.feed(_event(delta={"content": "a"}))
@@ -260,7 +260,7 @@ def test_a_usage_in_an_event_of_tokens_does_not_replace_the_one_at_the_end() -> 
     assert orjson.dumps(usage) in merger.make_end()
 
 
-def test_a_resumed_stream_that_has_sent_its_done_lacks_no_end() -> None:
+def test_a_resumed_stream_with_its_done_event_needs_no_further_end() -> None:
     merger = StreamMerger(_body(stream=True, max_tokens=2))
     merger.feed(_event(delta={"content": "a", "completion_token_ids": [1]}) + _PREEMPTION)
     merger.begin_segment()
@@ -277,7 +277,7 @@ def test_an_error_that_is_no_preemption_reaches_the_client() -> None:
     assert not merger.preempted
 
 
-def test_reasoning_before_the_seam_counts_as_reasoning() -> None:
+def test_reasoning_before_a_preemption_counts_as_reasoning() -> None:
     merger = StreamMerger(_body(stream=True))
     delta = b'{"reasoning_content":"hm","completion_token_ids":[1,2]}'
     merger.feed(b'data: {"choices":[{"index":0,"delta":' + delta + b"}]}\n\n")
@@ -291,11 +291,11 @@ def test_reasoning_before_the_seam_counts_as_reasoning() -> None:
         "completion_tokens": 7,
         "total_tokens": 11,
         "completion_tokens_details": {"reasoning_tokens": 5},
-        "prompt_tokens_details": {},  # of the client's prompt, the first instance has not told
+        "prompt_tokens_details": {},  # the first instance has reported no cached tokens
     }
 
 
-# The added members are taken out as bytes.
+# The added members are removed as bytes.
 
 _words = st.sampled_from(
     [
@@ -319,7 +319,7 @@ _added_values = {
 
 @st.composite
 def _chunks(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A chunk without the added members, and with them at any place of their objects."""
+    """Draw a chunk without the added members, and the same chunk with them at any position."""
 
     def with_added(plain: dict[str, Any], *names: str) -> dict[str, Any]:
         members = list(plain.items())
@@ -339,7 +339,7 @@ def _chunks(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @given(_chunks(), st.booleans(), st.sampled_from([(",", ":"), (", ", ": ")]))
-def test_stripping_takes_out_the_added_members_and_no_other_byte(
+def test_stripping_removes_the_added_members_and_no_other_byte(
     chunks: tuple[dict[str, Any], dict[str, Any]], ascii_only: bool, separators: tuple[str, str]
 ) -> None:
     plain, edited = (
@@ -360,18 +360,18 @@ def test_stripping_a_long_text_of_escapes_costs_no_memory_beyond_copies() -> Non
     assert peak < 5 * len(event)
 
 
-def test_tokens_held_back_when_a_segment_ended_come_from_the_next_one_alone() -> None:
+def test_tokens_withheld_at_the_end_of_a_segment_come_only_from_the_next_one() -> None:
     merger = StreamMerger(_body(stream=True, return_token_ids=True))
     without_text = b'data: {"choices":[{"index":0,"delta":{"content":"","completion_token_ids":[1]}}]}\n\n'
     assert merger.feed(without_text) == b""
     merger.begin_segment()  # its instance has died
     assert merger.feed(without_text) == b""
     given = merger.feed(b'data: {"choices":[{"index":0,"delta":{"content":"a","completion_token_ids":[2]}}]}\n\n')
-    assert _ids_of(given) == [1, 2]
+    assert _read_ids(given) == [1, 2]
 
 
-@pytest.mark.parametrize("first", ["a", ""], ids=["sent", "held back"])
-def test_the_beginning_of_an_answer_is_sent_once(first: str) -> None:
+@pytest.mark.parametrize("first", ["a", ""], ids=["sent", "withheld"])
+def test_the_beginning_of_a_response_is_sent_once(first: str) -> None:
     beginning = {"role": "assistant", "prompt_token_ids": [7]}
     merger = StreamMerger(_body(stream=True, return_token_ids=True))
     given = merger.feed(_event(delta={**beginning, "content": first, "completion_token_ids": [1]}))
@@ -385,19 +385,19 @@ def test_the_beginning_of_an_answer_is_sent_once(first: str) -> None:
     ]
 
 
-def _ids_of(events: bytes) -> list[int]:
-    """The ids that a client reads in the chunks of a chat."""
+def _read_ids(events: bytes) -> list[int]:
+    """Return the token ids in the chunks of a chat."""
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events.split(b"\n\n") if event]
     return [token for chunk in chunks for token in chunk["choices"][0]["delta"]["completion_token_ids"]]
 
 
-def test_a_client_that_asked_for_ids_gets_them() -> None:
+def test_a_client_that_requests_ids_gets_them() -> None:
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a","completion_token_ids":[1]}}]}\n\n'
     assert StreamMerger(_body(stream=True, return_token_ids=True)).feed(event) == event
     assert b"token_ids" not in StreamMerger(_body(stream=True)).feed(event)
 
 
-def test_vllms_events_with_ids_alone_are_not_for_a_client_that_did_not_ask_for_ids() -> None:
+def test_a_client_that_did_not_request_ids_gets_no_vllm_events_with_only_ids() -> None:
     head = (
         b'data: {"id":"1","choices":[{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s,"token_ids":[%d]}]}\n\n'
     )
@@ -412,11 +412,11 @@ def test_vllms_events_with_ids_alone_are_not_for_a_client_that_did_not_ask_for_i
     assert with_ids.feed(text) == text
 
 
-# Whole answers.
+# Whole responses.
 
 
-def _answered(engine: Engine, body: InferenceBody, preemptions: list[int], detokenizes: bool = True) -> dict[str, Any]:
-    """The client's whole answer when leg after leg is preempted after so many tokens."""
+def _answer(engine: Engine, body: InferenceBody, preemptions: list[int], detokenizes: bool = True) -> dict[str, Any]:
+    """Return the client's whole response if legs are preempted after these numbers of tokens."""
     merger = ResponseMerger(body)
     members = dict(body.members)
     for leg, preempted_after in enumerate([*preemptions, None]):
@@ -438,26 +438,26 @@ def _answered(engine: Engine, body: InferenceBody, preemptions: list[int], detok
     preemptions=_preemptions,
     limit=_limits,
     is_chat=st.booleans(),
-    tells_text=st.booleans(),
+    reports_text=st.booleans(),
     detokenizes=st.booleans(),
     members=st.sampled_from([{}, {"return_token_ids": True}, {"logprobs": True}, {"stop": ["ab", "中"]}]),
 )
-def test_a_whole_answer_preempted_anywhere_equals_an_undisturbed_one(
+def test_a_whole_response_preempted_anywhere_equals_one_without_preemptions(
     pieces: list[bytes],
     preemptions: list[int],
     limit: int | None,
     is_chat: bool,
-    tells_text: bool,
+    reports_text: bool,
     detokenizes: bool,
     members: dict[str, Any],
 ) -> None:
-    engine = Engine(pieces, is_chat, tells_text)
+    engine = Engine(pieces, is_chat, reports_text)
     body = _body(**members, **({"max_tokens": limit} if limit else {}))
-    preemptions = _before_the_end(engine, body, preemptions)
-    assert _answered(engine, body, preemptions, detokenizes) == _answered(engine, body, [])
+    preemptions = _select_possible(engine, body, preemptions)
+    assert _answer(engine, body, preemptions, detokenizes) == _answer(engine, body, [])
 
 
-def test_an_answer_that_was_not_preempted_passes_untouched() -> None:
+def test_a_response_that_was_not_preempted_is_not_changed() -> None:
     body = b'{"choices": [{"message": {"content": "what is pd_reschedule, what a PD Error?"}}]}'
     assert ResponseMerger(_body()).feed(200, body) == body
 
@@ -468,7 +468,7 @@ def test_an_error_of_the_pair_is_a_preemption() -> None:
     assert merger.resume_members() == {}
 
 
-def test_a_stop_string_that_may_have_begun_makes_an_answer_begin_again() -> None:
+def test_a_response_begins_again_if_a_stop_string_may_have_begun() -> None:
     engine = Engine([b"x", b"a", b"b"], tells_text=True)
     merger = ResponseMerger(_body(stop="ab"))
     merger.feed(200, engine.answer({}, 0, 2))
@@ -476,7 +476,7 @@ def test_a_stop_string_that_may_have_begun_makes_an_answer_begin_again() -> None
 
 
 @pytest.mark.parametrize("member", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}])
-def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> None:
+def test_a_response_with_more_than_text_begins_again(member: dict[str, Any]) -> None:
     merger = ResponseMerger(_body())
     merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
     last = {"choices": [{"index": 0, "message": {"content": "b", **member}, "finish_reason": "stop"}]}
@@ -492,14 +492,14 @@ def test_an_answer_with_more_than_text_begins_again(member: dict[str, Any]) -> N
         {"response_format": {"type": "json_object"}},
     ],
 )
-def test_an_answer_that_cannot_be_merged_exactly_begins_again(members: dict[str, Any]) -> None:
+def test_a_response_that_cannot_be_merged_exactly_begins_again(members: dict[str, Any]) -> None:
     merger = ResponseMerger(_body(**members))
     merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
     assert merger.resume_members() == {}
 
 
 @pytest.mark.parametrize("status", [300, 500])
-def test_an_answer_after_a_seam_that_is_no_success_passes_untouched(status: int) -> None:
+def test_an_error_after_a_preemption_is_not_changed(status: int) -> None:
     engine = Engine([b"a", b"b"], tells_text=True)
     merger = ResponseMerger(_body())
     merger.feed(200, engine.answer({}, 0, 1))
@@ -508,7 +508,7 @@ def test_an_answer_after_a_seam_that_is_no_success_passes_untouched(status: int)
     assert merger.feed(299, last) != last
 
 
-def test_an_answer_goes_on_before_an_unfinished_character_that_was_detokenized() -> None:
+def test_a_response_continues_before_an_incomplete_character_that_was_detokenized() -> None:
     engine = Engine([b"a", b"\xe4", b"\xb8", b"\xad", b"b"])
     merger = ResponseMerger(_body())
     merger.feed(200, engine.answer({}, 0, 3))
@@ -520,14 +520,14 @@ def test_an_answer_goes_on_before_an_unfinished_character_that_was_detokenized()
     assert merger.resume_members() == {"completion_token_ids": [100]}
 
 
-def test_an_answer_that_is_only_an_unfinished_character_begins_again_at_once() -> None:
+def test_a_response_of_only_an_incomplete_character_begins_again_without_detokenize() -> None:
     merger = ResponseMerger(_body())
     merger.feed(200, Engine([b"\xe4", b"\xb8", b"\xad"], tells_text=True).answer({}, 0, 1))
     assert merger.ids_to_detokenize is None
     assert merger.resume_members() == {}
 
 
-def test_a_merged_answer_counts_the_reasoning_that_the_engine_counted() -> None:
+def test_a_merged_response_has_the_reasoning_tokens_that_the_engine_counted() -> None:
     merger = ResponseMerger(_body())
     merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
     usage = {"prompt_tokens": 5, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 0}}
@@ -551,7 +551,7 @@ _odd_objects = st.dictionaries(
 
 
 @given(_odd_objects, st.lists(_odd_objects, max_size=3))
-def test_odd_answers_to_odd_requests_break_nothing(members: dict[str, Any], answers: list[dict[str, Any]]) -> None:
+def test_odd_responses_to_odd_requests_raise_no_error(members: dict[str, Any], answers: list[dict[str, Any]]) -> None:
     body = _body(**members)
     streamed, whole = StreamMerger(body), ResponseMerger(body)
     for answer in answers:
