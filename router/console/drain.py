@@ -173,7 +173,10 @@ async def _drain_one(router: RouterClient, instance: str, flags: argparse.Namesp
         return await router.give_order("drain", instance, **members)
 
     may_wait = flags.wait is not None
-    progress.show_state(instance, await _ask(give_order, AWAY_SECONDS if may_wait else 0.0))
+    outcome = await _ask(give_order, AWAY_SECONDS if may_wait else 0.0)
+    progress.show_state(instance, outcome)
+    if "until_restart" in members and not outcome.get("until_restart", True):  # earlier routers do not report it
+        progress.warn(f"{instance} was already drained until --undrain; a restart does not end this drain")
     if flags.undrain:
         return
     if trouble := await _ask(router.read_shared_state, AWAY_SECONDS if may_wait else 0.0):

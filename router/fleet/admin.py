@@ -28,7 +28,8 @@ def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     """Drain an instance: send it no new requests. With ``undrain``, end the drain.
 
     With ``until_restart``, the drain ends automatically when another process uses the instance's address. This does not
-    shorten a drain without ``until_restart``, because it may come from a hook that does not know of that drain.
+    shorten a drain without ``until_restart``, because it may come from a hook that does not know of that drain. The
+    outcome says whether the drain ends automatically now.
 
     Raises:
         BadBody: the body is invalid.
@@ -39,7 +40,7 @@ def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     instance = _find_instance(registry, key)
     holds_already = instance.draining and not instance.drains_until_restart
     instance.set_draining(not undrain, until_restart=until_restart and not holds_already)
-    return _describe_outcome(instance)
+    return {**_describe_outcome(instance), "until_restart": instance.drains_until_restart}
 
 
 def describe_drain(registry: Registry, key: str) -> dict[str, Any]:

@@ -174,6 +174,29 @@ def test_a_hook_in_the_instances_pod_needs_its_port_and_the_token_of_instances(
     assert known.drains_until_restart
 
 
+def test_a_drain_that_does_not_end_with_a_restart_is_told(
+    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance = stand_in()
+    router, warning = make_router(instance), ": warning: "
+    for flags, is_warned in (
+        (["--until-restart"], False),
+        (["--until-restart"], False),
+        ([], False),
+        (["--until-restart"], True),
+        (["--undrain"], False),
+        (["--until-restart"], False),
+    ):
+        assert main([instance.key, "--force", *flags, *at(router)]) == 0
+        assert (warning in capsys.readouterr().err) == is_warned
+    main([instance.key, "--force", *at(router)])
+    main([instance.key, "--force", "--until-restart", *at(router)])
+    assert capsys.readouterr().err == (
+        f"kvrouter drain: warning: {instance.key} was already drained until --undrain; a restart does not end this "
+        "drain\n"
+    )
+
+
 def test_this_machine_is_found_by_its_way_to_the_router() -> None:
     assert find_own_address("http://127.0.0.1:1") == "127.0.0.1"
 

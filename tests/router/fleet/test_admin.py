@@ -53,11 +53,12 @@ def test_a_hooks_drain_does_not_shorten_an_operators(make_router: MakeRouter, st
     router = make_router()
     assert instance.register(router.url, start_id="1").status_code == 200
     order(router, "drain", instance)
-    order(router, "drain", instance, until_restart=True)  # as the instance's preStop hook sends it
+    # As the instance's preStop hook sends it.
+    assert order(router, "drain", instance, until_restart=True)["until_restart"] is False
     assert instance.register(router.url, start_id="2").status_code == 200
     assert router.chat().status_code == 503
     order(router, "drain", instance, undrain=True)
-    order(router, "drain", instance, until_restart=True)
+    assert order(router, "drain", instance, until_restart=True)["until_restart"] is True
     assert instance.register(router.url, start_id="3").status_code == 200
     assert router.chat().status_code == 200
 
