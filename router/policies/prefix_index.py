@@ -254,12 +254,12 @@ class PrefixIndex:
         for start, end, node in self._find_nodes(chunks):
             self._add_holder(node, end - start, bit)
 
-    def restore_holder(self, key: str, cached: AbstractSet[int]) -> None:
+    def restore_holder(self, cached: AbstractSet[int], key: str) -> None:
         """Record that the instance ``key`` has certain chunks. Chunks that are not in the index are ignored.
 
         Args:
-            key: the instance.
             cached: these chunks. If the instance has a chunk, it has all chunks before this one, too.
+            key: the instance.
         """
         bit = self._assign_bit(key)
         self._cancel_drops(cached, bit)

@@ -85,7 +85,7 @@ class PrefixPolicy(PolicyBase):
         """
         cache = self.caches[key]
         if is_exact:
-            self._index.restore_holder(key, cache.chunks)  # ``forget_instance`` may have removed it from the index
+            self._index.restore_holder(cache.chunks, key)  # ``forget_instance`` may have removed it from the index
         cache.is_exact = is_exact
         self._index.set_aging(key, cache.has_chunk if is_exact else None)
 

@@ -349,7 +349,7 @@ def play(model: Model, max_entries: int) -> None:
                     model.holders[chunk].add(key)
             case 3:
                 cached = model.make_cache()
-                index.restore_holder(key, cached)
+                index.restore_holder(cached, key)
                 for chunk in model.holders.keys() & cached:
                     model.holders[chunk].add(key)
             case 4:
@@ -485,7 +485,7 @@ def test_an_instance_whose_small_cache_is_known_again_does_not_read_the_whole_in
     for start in range(0, 10_000, 10):
         index.add_chain(range(start, start + 10), "b")
     cached = CountedSet(range(20, 35))
-    index.restore_holder("a", cached)
+    index.restore_holder(cached, "a")
     assert index.look_up(range(20, 30)).own == {"a": 10, "b": 10}
     assert index.look_up(range(30, 40)).own == {"a": 5, "b": 10}
     assert cached.num_asked < 100
