@@ -29,6 +29,7 @@ __all__ = [
     "FORMAT_VERSION",
     "Namespace",
     "digest_fields",
+    "find_age",
     "fingerprint_config",
     "fingerprint_model",
     "key_prefix",
@@ -206,7 +207,7 @@ def mark_changed_weights(version: str, folder: str | Path, age: float | None = N
         age: seconds since the process began; None: the function measures them.
     """
     now = time.time()
-    since = now - (_find_age() if age is None else age)
+    since = now - (find_age() if age is None else age)
     folder = Path(folder).absolute()
     files = [_find_configuration(folder), *_list_settings(folder), *_list_weights(folder)]
     links = [path for path in (*files, folder, *folder.parents) if path.is_symlink()]
@@ -227,10 +228,14 @@ def mark_changed_weights(version: str, folder: str | Path, age: float | None = N
     return f"{version} {uuid.uuid4()}".strip()
 
 
-def _find_age() -> float:
-    """Return the seconds since this process began, or up to 0.1 less; 0 if the system does not report them."""
+def find_age(process: Path = Path("/proc/self")) -> float:
+    """Return the seconds since a process began, or up to 0.1 less; 0 if the system does not report them.
+
+    Args:
+        process: the folder of the process in ``/proc``; by default of this process.
+    """
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int((process / "stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") - 0.1)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,13 @@ from kvstore_backend.config import (
     find_checkpoint,
     read_model_folder,
 )
-from kvstore_backend.integrations.fastdeploy_engine import Engine, Weights, find_engine, find_version
+from kvstore_backend.integrations.fastdeploy_engine import (
+    Engine,
+    Weights,
+    find_capability,
+    find_engine,
+    find_version,
+)
 from kvstore_backend.integrations.fastdeploy_settings import (
     CANNOT_CHANGE_KV,
     IN_OTHER_FIELDS,
@@ -45,9 +52,15 @@ from kvstore_backend.integrations.fastdeploy_settings import (
     VARIABLE_PREFIXES,
 )
 from kvstore_backend.integrations.mooncake_client import PooledClient
-from kvstore_backend.integrations.settings import digest_settings, list_facts, read_json, read_settings
+from kvstore_backend.integrations.settings import (
+    digest_settings,
+    is_quantized,
+    list_facts,
+    read_json,
+    read_settings,
+)
 from kvstore_backend.manifest import collect_facts
-from kvstore_backend.namespace import Namespace, fingerprint_model
+from kvstore_backend.namespace import Namespace, fingerprint_model, mark_changed_weights
 from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.mooncake_joining import replace_client
 
@@ -67,6 +80,8 @@ _DRAFTING = "mtp"
 _HAND_OVER_SECONDS = 10.0
 # First part of FastDeploy 2.6's keys, before the version of the weights.
 _VERSIONED = "prefix"
+# Part of the keys that FastDeploy's storage classes store when they are created, perhaps before the weights are loaded.
+_WARM_UP = "warmup"
 
 
 def activate() -> None:
@@ -90,6 +105,8 @@ class FastDeployClient(PooledClient):
         super().__init__()
         self._weights: Weights | None = None
         self._read_namespace: Callable[[], Namespace] | None = None  # None if the weights cannot change
+        self._look_for_change: Callable[[], str] | None = None  # None after its call, and if the weights can change
+        self._mark = ""  # not empty if the weights' files changed while they were loaded
 
     def namespace(self) -> Namespace:
         engine = find_engine()
@@ -98,6 +115,7 @@ class FastDeployClient(PooledClient):
         weights = self._weights.read()
         namespace = process_namespace(sys.argv, engine)
         self._read_namespace = partial(process_namespace, [*sys.argv], engine) if may_change else None
+        self._look_for_change = None if may_change else partial(_mark_changed_weights, engine)
         return namespace if weights is None else replace(namespace, weights_version=weights.text)
 
     def facts(self) -> dict[str, str]:
@@ -105,7 +123,7 @@ class FastDeployClient(PooledClient):
         model = _find_model(sys.argv, engine)
         checkpoint = fingerprint_model(model)
         known = collect_facts(model, f"FastDeploy {find_version()}", "FastDeploy", checkpoint=checkpoint)
-        return {**known, **list_facts(_read_engine(engine), read_settings(engine.defaults))}
+        return {**known, **list_facts(_read_engine(engine, model), read_settings(engine.defaults))}
 
     def patience(self, config: PoolConfig) -> float:
         if not find_engine().hands_over_by_storage:
@@ -121,6 +139,7 @@ class FastDeployClient(PooledClient):
         """Return the pool, moved to the namespace of the model's current weights; None if these are not known.
 
         They also count as not known if the version of the weights in ``keys`` is not the version in the model's folder.
+        Before the first call with keys of blocks, FastDeploy's worker has loaded the weights.
         """
         pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None
@@ -128,7 +147,11 @@ class FastDeployClient(PooledClient):
             return None
         if any(key.startswith(_VERSIONED) and not key.startswith(f"{_VERSIONED}{weights.step}_") for key in keys[:1]):
             return None
-        if pool.namespace.weights_version != weights.text:
+        look = self._look_for_change
+        if look is not None and keys and _WARM_UP not in keys[0]:
+            self._mark, self._look_for_change = look(), None
+        version = f"{weights.text} {self._mark}".strip()
+        if pool.namespace.weights_version != version:
             model = pool.namespace.model
             if self._read_namespace is not None:
                 try:
@@ -136,9 +159,22 @@ class FastDeployClient(PooledClient):
                 except ConfigError as exc:
                     logger.warning("The model's new weights cannot be read yet: %s", exc)
                     return None
-            logger.info("The model's weights have changed: %s", weights.text)
-            pool.move_to(replace(pool.namespace, model=model, weights_version=weights.text))
+            logger.info("The model's weights have changed: %s", version)
+            pool.move_to(replace(pool.namespace, model=model, weights_version=version))
         return pool
+
+
+def _mark_changed_weights(engine: Engine) -> str:
+    """Return "", or a text that no other process has if weights have changed since the engine's process began.
+
+    FastDeploy itself downloads the files of models that are not folders.
+    """
+    version, age = "", time.time() - engine.began
+    draft = _find_drafting(engine.arguments.get("speculative_config"))
+    models = [engine.arguments.get("model"), draft.get("model") if isinstance(draft, Mapping) else None]
+    for folder in sorted({str(model) for model in models if model and Path(str(model)).is_dir()}):
+        version = mark_changed_weights(version, folder, age)
+    return version
 
 
 def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
@@ -153,7 +189,8 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
             invalid.
     """
     options = _parse_options(argv)
-    model = digest_settings(fingerprint_model(_find_model(argv, engine)), _read_engine(engine))
+    folder = _find_model(argv, engine)
+    model = digest_settings(fingerprint_model(folder), _read_engine(engine, folder))
     if "key_cache_shape" in options:
         return _transfer_process_namespace(options, model)
     arguments = {**_DEFAULTS, **engine.arguments}
@@ -170,14 +207,24 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
     )
 
 
-def _read_engine(engine: Engine) -> dict[str, str]:
-    """Return the engine's arguments and variables that can change KV, with their values as text."""
+def _read_engine(engine: Engine, model: str) -> dict[str, str]:
+    """Return the engine's arguments and variables that can change KV, with their values as text.
+
+    With quantized weights or KV, the compute capability of the GPU is added, because it decides in which formats
+    FastDeploy calculates: from 10.0 on, it rounds the scales of block-wise fp8 to powers of two.
+
+    Args:
+        engine: arguments and environment with which the engine was started.
+        model: the folder of the checkpoint.
+    """
     arguments = {name: value for name, value in engine.arguments.items() if name not in CANNOT_CHANGE_KV}
     for name, find_effect in _EFFECTS.items():
         arguments[name] = find_effect(arguments.get(name))
     given = {name: value for name, value in arguments.items() if value is not None}
     known = engine_variables((*VARIABLE_PREFIXES, *KV_VARIABLES), engine.environ)
     variables = {name: text for name, text in known.items() if name not in NEUTRAL_VARIABLES}
+    if is_quantized(model, arguments.get("quantization")) and (capability := find_capability()):
+        variables["device capability"] = capability
     return read_settings({**given, **variables}, IN_OTHER_FIELDS)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +23,17 @@ import yaml
 
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.integrations.fastdeploy_settings import CAN_CHANGE_KV, CANNOT_CHANGE_KV, IN_OTHER_FIELDS
-from kvstore_backend.namespace import stat_weights
+from kvstore_backend.namespace import find_age, stat_weights
 
-__all__ = ["Engine", "Weights", "WeightsVersion", "find_engine", "find_version", "parse_arguments"]
+__all__ = [
+    "Engine",
+    "Weights",
+    "WeightsVersion",
+    "find_capability",
+    "find_engine",
+    "find_version",
+    "parse_arguments",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +52,13 @@ class Engine:
         defaults: default of each argument by name; empty if FastDeploy cannot be imported.
         environ: environment of the engine's process at its start. FastDeploy sets further variables later, which depend
             only on the arguments.
+        began: time at which the engine's process began, before any of its processes loaded weights.
     """
 
     arguments: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    began: float = field(default=math.inf, compare=False)
 
     @property
     def hands_over_by_storage(self) -> bool:
@@ -66,7 +78,8 @@ def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
             start = next((i for i, word in enumerate(words) if _SERVER.fullmatch(word)), None)
             if start is not None:
                 arguments, defaults = parse_arguments(words[start + 1 :])
-                return Engine(arguments, defaults, _read_environ(proc / pid / "environ"))
+                began = time.time() - find_age(proc / pid)
+                return Engine(arguments, defaults, _read_environ(proc / pid / "environ"), began)
             status = (proc / pid / "status").read_text()
         except OSError as exc:
             raise ConfigError(f"FastDeploy's command line cannot be read: {exc}") from exc
@@ -151,6 +164,18 @@ def find_version() -> str:
         content = b"\0".join(file.read_bytes() for file in files)
     version = getattr(module, "__version__", "Unknown")
     return f"{version} {hashlib.sha256(content).hexdigest()[:8]}"
+
+
+def find_capability() -> str:
+    """Return the compute capability of this process's GPU, such as ``9.0``; empty if Paddle knows none.
+
+    FastDeploy calls the same function of Paddle in all its processes that have a client, when they import its kernels.
+    """
+    try:
+        properties = sys.modules["paddle"].device.cuda.get_device_properties()
+        return f"{properties.major}.{properties.minor}"
+    except (KeyError, AttributeError, ValueError, RuntimeError, OSError):  # no Paddle, another kind of device, or none
+        return ""
 
 
 @dataclass(frozen=True)

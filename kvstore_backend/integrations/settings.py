@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.namespace import fingerprint_model
 
-__all__ = ["digest_settings", "list_facts", "read_json", "read_settings"]
+__all__ = ["digest_settings", "is_quantized", "list_facts", "read_json", "read_settings"]
 
 _CHUNK_BYTES = 1 << 20
 # A manifest can have sixteen facts; ``collect_facts`` and the integrations give at most five other facts.
@@ -66,6 +66,22 @@ def digest_settings(fingerprint: str, settings: Mapping[str, str]) -> str:
         settings: result of ``read_settings``.
     """
     return hashlib.sha256(json.dumps([fingerprint, dict(settings)], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def is_quantized(model: str, quantization: object) -> bool:
+    """Return whether weights or KV are quantized, so that an engine may calculate in another format on another GPU.
+
+    Args:
+        model: the folder of the checkpoint, whose files are read.
+        quantization: the engine's setting of this name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = [Path(model, name) for name in ("config.json", "params.json")]  # the second one is in Mistral's format
+    config = "".join(path.read_text() for path in files if path.exists())
+    is_marked = any(f'"{name}"' in config for name in ("quantization_config", "compression_config", "quantization"))
+    return is_marked or bool(quantization) or Path(model, "hf_quant_config.json").exists()
 
 
 def list_facts(settings: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:

@@ -46,7 +46,7 @@ from sglang.version import __version__ as sglang_version
 
 from kvstore_backend.backend import ConfigError, Span, Status, Value
 from kvstore_backend.config import PRECISION_VARIABLES, engine_variables, read_config
-from kvstore_backend.integrations.settings import digest_settings, list_facts, read_settings
+from kvstore_backend.integrations.settings import digest_settings, is_quantized, list_facts, read_settings
 from kvstore_backend.integrations.sglang_settings import (
     CANNOT_CHANGE_KV,
     FILE_SETTINGS,
@@ -110,8 +110,9 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         # storage_config.model_name is --served-model-name, which may be the path of another model.
         model = _find_model(str(extra.get("model_path") or server.get("model_path") or storage_config.model_name or ""))
         checkpoint = fingerprint_model(model)
+        has_quantized = is_quantized(model, server.get("quantization"))
         settings = read_settings(
-            {**_list_adapters(server), **_read_variables(), **_read_device(_is_quantized(model, server))},
+            {**_list_adapters(server), **_read_variables(), **_read_device(has_quantized)},
             {*CANNOT_CHANGE_KV, *IN_OTHER_FIELDS},
             FILE_SETTINGS,
         )
@@ -433,15 +434,7 @@ def _read_variables() -> dict[str, str]:
     return {name: text for name, text in known.items() if not name.startswith(NEUTRAL_VARIABLES)}
 
 
-def _is_quantized(model: str, server: Mapping[str, object]) -> bool:
-    """Return whether a server's weights are quantized, by its settings or by the files of the checkpoint ``model``."""
-    files = [Path(model, name) for name in ("config.json", "params.json")]  # the second one is in Mistral's format
-    config = "".join(path.read_text() for path in files if path.exists())
-    is_marked = any(f'"{name}"' in config for name in ("quantization_config", "compression_config", "quantization"))
-    return is_marked or bool(server.get("quantization")) or Path(model, "hf_quant_config.json").exists()
-
-
-def _read_device(is_quantized: bool) -> dict[str, str]:
+def _read_device(has_quantized: bool) -> dict[str, str]:
     """Return the kind of this GPU if it decides in which format SGLang calculates.
 
     With quantized weights, the kind of GPU decides whether activations are quantized, too. On AMD's GPUs it also
@@ -450,7 +443,7 @@ def _read_device(is_quantized: bool) -> dict[str, str]:
     """
     architecture = find_architecture()
     is_amds = architecture.startswith("gfx")
-    return {"device architecture": architecture} if is_amds or (is_quantized and architecture) else {}
+    return {"device architecture": architecture} if is_amds or (has_quantized and architecture) else {}
 
 
 def _find_model(name: str) -> str:

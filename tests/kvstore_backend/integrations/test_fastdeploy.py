@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from kvstore_backend.backend import ConfigError
 from kvstore_backend.cli import main as why_miss
 from kvstore_backend.config import MemorySettings, PoolConfig, describe_url
+from kvstore_backend.integrations import fastdeploy
 from kvstore_backend.integrations.fastdeploy import FastDeployClient, activate, process_namespace
 from kvstore_backend.integrations.fastdeploy_engine import Engine, parse_arguments
 from kvstore_backend.integrations.fastdeploy_settings import (
@@ -103,11 +105,15 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 @contextlib.contextmanager
 def storage(
-    shape: Shape, master: MooncakeMaster | dict[str, object], command: list[str], **arguments: object
+    shape: Shape,
+    master: MooncakeMaster | dict[str, object],
+    command: list[str],
+    began: float = math.inf,
+    **arguments: object,
 ) -> Iterator[Storage]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", command)
-        start_under(engine_of("", None, **arguments), patch)
+        start_under(Engine(arguments, began=began), patch)
         opened = shape(master if isinstance(master, dict) else master.settings())
     yield opened
     for client in filter(None, (opened.client, getattr(opened, "scheduler", None))):
@@ -474,6 +480,32 @@ def test_int8_and_fp8_caches_share_no_blocks(models: list[Path]) -> None:
     assert len({digest_of(command, engine_of(models[0], quantization=each)) for each in kinds}) == 2
 
 
+@pytest.mark.parametrize(
+    ("quantization", "config", "is_shared"),
+    [
+        (None, {}, True),
+        ("block_wise_fp8", {}, False),
+        (None, {"quantization_config": {"quantization": "wint4"}}, False),
+    ],
+)
+def test_quantized_weights_are_shared_by_one_kind_of_gpus(
+    models: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: str | None,
+    config: dict[str, Any],
+    is_shared: bool,
+) -> None:
+    """From compute capability 10.0 on, FastDeploy rounds the scales of block-wise fp8 to powers of two."""
+    (tmp_path / "model.pdparams").write_bytes((models[0] / "model.pdparams").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = set()
+    for capability in ("9.0", "10.0"):
+        monkeypatch.setattr(fastdeploy, "find_capability", lambda text=capability: text)
+        found.add(digest_of(argv(tmp_path), engine_of(tmp_path, quantization=quantization)))
+    assert (len(found) == 1) is is_shared
+
+
 def test_another_version_of_fastdeploy_shares_no_blocks(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -662,6 +694,30 @@ def test_weights_that_may_change_need_a_version(
         storage(OneClass, master, argv(models[0]), dynamic_load_weight=True),
     ):
         pass
+
+
+# Weights whose files change while an instance loads them.
+
+
+@pytest.mark.parametrize(
+    ("has_changed", "named"), [(True, "folder"), (True, "draft"), (False, "folder"), (True, "hub")]
+)
+def test_an_instance_whose_weights_changed_after_its_start_shares_no_blocks(
+    activated: None, master: MooncakeMaster, changing: Path, models: list[Path], has_changed: bool, named: str
+) -> None:
+    """FastDeploy itself downloads a model of a hub, after its start."""
+    (changing / "version.yaml").unlink()
+    draft = {"speculative_config": json.dumps({"method": "mtp", "model": str(changing)})}
+    arguments = {"folder": {"model": str(changing)}, "draft": draft, "hub": {"model": "baidu/a-model"}}[named]
+    command = argv(models[0] if named == "draft" else changing)
+    began = 0.0 if has_changed else math.inf
+    with (
+        storage(OneClass, master, command, began, **arguments) as first,
+        storage(OneClass, master, command, began, **arguments) as second,
+    ):
+        writer, reader = TransferProcess(first, BLOCK), TransferProcess(second, BLOCK)
+        assert writer.write(HASHES, CONTENTS) == [0] * 8
+        assert (writer.match(HASHES), reader.match(HASHES)) == (4, 0 if has_changed and named != "hub" else 4)
 
 
 # Prefill to decode through storage, where a miss is an error.

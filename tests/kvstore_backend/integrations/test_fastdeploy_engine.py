@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -19,10 +20,12 @@ from kvstore_backend.integrations.fastdeploy_engine import (
     Engine,
     Weights,
     WeightsVersion,
+    find_capability,
     find_engine,
     find_version,
     parse_arguments,
 )
+from kvstore_backend.namespace import find_age
 
 SERVER = ["python", "-m", "fastdeploy.entrypoints.openai.api_server"]
 
@@ -84,6 +87,13 @@ class TestFindingTheEngine:
         with pytest.raises(ConfigError, match="neither this process nor a parent of it is FastDeploy's API server"):
             find_engine(tmp_path)
 
+    def test_it_says_when_the_engine_began(self, tmp_path: Path) -> None:
+        process(tmp_path, "self", ["python", "cache_transfer_manager.py"], 20)
+        process(tmp_path, "20", SERVER, 1)
+        (tmp_path / "20" / "stat").write_text(Path("/proc/1/stat").read_text())
+        (tmp_path / "self" / "stat").write_text(Path("/proc/self/stat").read_text())
+        assert abs(time.time() - find_age(Path("/proc/1")) - find_engine(tmp_path).began) < 1
+
     def test_a_process_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
         process(tmp_path, "self", ["python", "worker_process.py"], 7)
         with pytest.raises(ConfigError, match=f"command line cannot be read: .*{tmp_path}/7/cmdline"):
@@ -106,6 +116,19 @@ class TestFindingTheEngine:
         command = [sys.executable, str(package / "api_server.py"), "--model", "/m", "-tp", "2"]
         run = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
         assert run.stdout == "{'model': '/m', 'tensor_parallel_size': '2'} at the start\n"
+
+
+class TestTheGPU:
+    def test_its_compute_capability_is_paddles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = types.SimpleNamespace(get_device_properties=lambda: types.SimpleNamespace(major=9, minor=0))
+        paddle = types.SimpleNamespace(device=types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setitem(sys.modules, "paddle", paddle)
+        assert find_capability() == "9.0"
+
+    def test_without_one_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if find_spec("paddle") is None:
+            monkeypatch.delitem(sys.modules, "paddle", raising=False)
+        assert find_capability() == ""
 
 
 LINES: list[tuple[list[str], dict[str, Any]]] = [
