@@ -1,4 +1,4 @@
-"""A whole system as its users start it: master, router, instances, each a process of its own."""
+"""A whole system of processes, as users start it: a master, a router, instances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Instance", "Router", "ask", "check_cached_tokens", "instance", "rout
 
 QUESTION = "Tell me about the river and the old town behind the hill, and about the people who live there. " * 8
 
-# The blocks of prompts, in the order in which they come: conversations that take turns, as in Mooncake's trace.
+# The block ids of prompts in their order: conversations that alternate, as in Mooncake's trace.
 _TURNS = [
     *([0, 1, 2, 3], [0, 4, 5], [0, 1, 2, 3, 6, 7], [0, 4, 5, 8], [0, 7, 9, 10, 11]),
     *([0, 1, 2, 3, 6, 7, 12], [0, 4, 5, 8, 13, 14], [0, 7, 9, 10, 11, 15], [0, 4, 5, 8], [0, 1, 2, 16]),
@@ -36,18 +36,18 @@ class Instance:
 
     @property
     def log(self) -> str:
-        """Its own log so far."""
+        """The instance's log so far."""
         return (self.process.log.parent / f"log_{self.port}" / "api_server.log").read_text()
 
     def metric(self, name: str) -> float:
-        """The value of one unlabelled metric."""
+        """Return the value of a metric without labels."""
         for line in plain_http.get(f"{self.url}/metrics").text.splitlines():
             if line.startswith(f"{name} "):
                 return float(line.split()[1])
         raise AssertionError(f"{self.url}/metrics has no {name}")
 
     def wait_for_saves(self) -> None:
-        """Wait until nothing is on its way to the pool."""
+        """Wait until all saves to the pool have ended."""
         wait_until(lambda: self.metric("kvstore_pending_save_blocks") == 0, "saves to be out")
 
 
@@ -60,7 +60,7 @@ class Router:
         self.url = f"http://127.0.0.1:{port}"
 
     def wait_for(self, **numbers: int) -> None:
-        """Wait until that many instances of each role are registered."""
+        """Wait until this number of instances of each role is registered."""
 
         def registered() -> bool:
             counts = plain_http.get(f"{self.url}/registered_number").json()
@@ -73,7 +73,7 @@ class Router:
 def router(
     folder: Path, *flags: str, splitwise: bool = True, environ: Mapping[str, str] | None = None
 ) -> Iterator[Router]:
-    """A router for prefill and decode instances, or for mixed ones."""
+    """Run a router for prefill and decode instances, or for mixed ones."""
     port = free_port()
     argv = [sys.executable, "-m", "router.launch", "--port", str(port), "--host", "127.0.0.1", *flags]
     argv += ["--splitwise"] if splitwise else []
@@ -93,7 +93,7 @@ def instance(
     environ: Mapping[str, str] | None = None,
     segment: str = "256MiB",
 ) -> Iterator[Instance]:
-    """An engine instance; with ``master``, on its pool, configured through FastDeploy's environment variables.
+    """Run an engine instance. With ``master``, it uses its pool, configured with FastDeploy's environment variables.
 
     Args:
         segment: the memory that it gives to the pool.
@@ -107,7 +107,7 @@ def instance(
         names = ("master_server_addr", "metadata_server", "local_hostname", "protocol", "global_segment_size")
         settings = master.settings(global_segment_size=segment)
         env |= {f"MOONCAKE_{name.upper()}": str(settings[name]) for name in names}
-    is_forked = "PYTHONPATH" not in env  # which a process reads at its start only
+    is_forked = "PYTHONPATH" not in env  # Python reads this variable only at its start
     with child(argv, folder / f"engine-{port}.out", env, is_forked=is_forked) as process:
         process.wait_for(lambda: plain_http.answers_ok(f"http://127.0.0.1:{port}/health"), "answering", deadline_s=120)
         running = Instance(process, port)
@@ -117,14 +117,14 @@ def instance(
 
 
 def ask(url: str, messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
-    """One greedy chat completion; the answer's JSON, whatever its status, which is put in as ``status``."""
+    """Send a greedy chat completion; return the JSON of the response, with its status as ``status``."""
     body = {"messages": messages, "max_tokens": 150, "temperature": 0, **fields}
     answer = plain_http.post(f"{url}/v1/chat/completions", json=body, timeout=100)
     return {"status": answer.status_code, **answer.json()}
 
 
 def check_cached_tokens(url: str, computing: Sequence[Instance]) -> None:
-    """Ask for some turns of a few conversations: each client is told the cached tokens of the instances' own logs."""
+    """Assert for some conversations that the usage of each response has the cached tokens in the instances' logs."""
     rows = [Row(number, blocks[1], blocks) for number, blocks in enumerate(_TURNS)]
     told = [ask_row(url, row, tokens_a_block=30) for row in rows]
     assert sum(each.cached_tokens > 0 for each in told) >= 4, told

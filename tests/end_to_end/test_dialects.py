@@ -1,4 +1,4 @@
-"""Pairs in each dialect behind the real router, for every API: what decode answers is computed by prefill."""
+"""Pairs in each dialect with the real router, for each API: decode uses the KV of prefill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUESTION: Any = [{"role": "user", "content": "Where is the river in the old town
 
 @contextlib.contextmanager
 def serving(model: Path, role: str, dialect: str, at: Router | None = None) -> Iterator[str]:
-    """An instance in this process, at a URL of its own."""
+    """Run an instance in this process; yield its URL."""
     bound, connector = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     port = bound.getsockname()[1]
     argv = ["--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
@@ -54,13 +54,13 @@ def serving(model: Path, role: str, dialect: str, at: Router | None = None) -> I
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, str]:
-    """The answers of an instance by itself."""
+    """The responses of a mixed instance."""
     with serving(model, "mixed", "fastdeploy") as url:
         return answers_of(url)
 
 
 def answers_of(url: str) -> dict[str, str]:
-    """The text that each API's own client gets, at once and as a stream."""
+    """Return the texts that the clients of the APIs get, with and without streaming."""
     found = {}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         ai: Any = client
@@ -99,7 +99,7 @@ def handed_over(url: str, way: str) -> float:
 
 
 @pytest.mark.parametrize("dialect", ["fastdeploy", "vllm", "sglang"])
-def test_decode_goes_on_from_prefills_prompt_in_every_api(
+def test_decode_continues_prefills_prompt_in_each_api(
     model: Path, expected: dict[str, str], tmp_path: Path, dialect: str
 ) -> None:
     with (

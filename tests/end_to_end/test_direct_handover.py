@@ -1,7 +1,7 @@
-"""Real instances that hand over directly, without a pool; and what is left when one dies in the middle of it.
+"""Direct hand-overs between real instances without a pool, also if one dies during a hand-over.
 
-The test stands between P and D: it relays what they say on the connector port, and acts when it hears the right word.
-All other faults of a hand-over: ``tests/engine/test_direct_handover.py``, within one process.
+The test relays the messages at the connector port between prefill (P) and decode (D), and acts at certain messages.
+``tests/engine/test_direct_handover.py`` tests all other faults of a hand-over in one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DIRECT = 'kvstore_handed_over_total{way="direct"}'
 
 
 class Connector:
-    """Relays between P and D's connector port; ``on`` is called with each message's type before it is passed on."""
+    """A relay between P and D's connector port. It calls ``on`` with the type of each message before it forwards it."""
 
     def __init__(self, decode_port: int, on: Callable[[str], object]) -> None:
         self._decode_port = decode_port
@@ -59,11 +59,11 @@ class Connector:
                 self._on(json.loads(line)["type"])
                 target.sendall(line)
         with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_WR)  # also where the source was killed with bytes unread, which resets it
+            target.shutdown(socket.SHUT_WR)  # also after a reset, if the source was killed
 
 
 class Pair:
-    """P and D, asked without a router."""
+    """P and D, which get requests without a router."""
 
     def __init__(self, prefill: Instance, decode: Instance) -> None:
         self.prefill, self.decode = prefill, decode
@@ -72,14 +72,14 @@ class Pair:
         self._threads = ThreadPoolExecutor(4)
 
     def ask(self, messages: list[dict[str, str]], port: int, **fields: Any) -> tuple[Any, Any]:
-        """Both legs' futures; D is reached at ``port``."""
+        """Send a request to P and D; return the futures of both responses. P must connect to D at ``port``."""
         info = {"decode_ip": "127.0.0.1", "decode_connector_port": port}
         asked = {"request_id": str(uuid.uuid4()), "disaggregate_info": info, "max_tokens": 20, **fields}
         return tuple(self._threads.submit(ask, side.url, messages, **asked) for side in (self.prefill, self.decode))  # type: ignore[return-value]
 
 
 def is_free(side: Instance) -> bool:
-    """Whether no block is held, by its metrics."""
+    """Return whether all blocks are free, according to the metrics."""
     reserved = side.metric("kvstore_reserved_blocks")
     return side.metric("fastdeploy:available_gpu_block_num") == BLOCKS and not reserved
 
@@ -108,20 +108,20 @@ def relayed(port: int, on: Callable[[str], object]) -> Iterator[int]:
 
 
 def test_either_side_of_a_direct_hand_over_dies_during_the_write(tmp_path: Path, model: Path, cold: Instance) -> None:
-    """One story, because starting instances takes longer than all that happens to them."""
+    """One test for both, because the start of instances takes longer than the faults."""
     port = free_port()
     with contextlib.ExitStack() as running:
         prefill = running.enter_context(side(tmp_path, model, "prefill", free_port()))
         decode = running.enter_context(side(tmp_path, model, "decode", port))
         pair = Pair(prefill, decode)
 
-        # All is well.
+        # A hand-over without faults.
         legs = pair.ask(conversation("a"), port)
         assert text(legs[1].result()) == text(ask(cold.url, conversation("a"), max_tokens=20))
         assert decode.metric(DIRECT) == 1
         until_free(prefill, decode)
 
-        # P dies during the write, which cannot end because D hangs.
+        # P dies during the write, which cannot end, because D is stopped.
         has_lent = threading.Event()
 
         def stop_decode(kind: str) -> None:
@@ -130,7 +130,7 @@ def test_either_side_of_a_direct_hand_over_dies_during_the_write(tmp_path: Path,
                 has_lent.set()
 
         def is_writing() -> bool:
-            # Before D has lent blocks, this would also hold of a P that the request is only about to reach.
+            # Before D has allocated blocks, this would also be true before the request arrives at P.
             is_computed = has_lent.is_set() and not prefill.metric("fastdeploy:num_requests_running")
             return is_computed and not is_free(prefill)
 
@@ -139,7 +139,7 @@ def test_either_side_of_a_direct_hand_over_dies_during_the_write(tmp_path: Path,
             return is_computing and decode.metric("kvstore_reserved_blocks") > 0
 
         with relayed(port, stop_decode) as between:
-            # An answer that takes long enough to be seen while it is made.
+            # The response must take long enough to be observed.
             expected = text(ask(cold.url, conversation("e"), max_tokens=800))
             legs = pair.ask(conversation("e"), between, max_tokens=800)
             wait_until(is_writing, "prefill to write")

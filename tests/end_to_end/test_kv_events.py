@@ -1,6 +1,6 @@
-"""A router of two workers follows the KV events of an instance: what another scheduler asks is what a request finds.
+"""A router with two workers reads the KV events of an instance: its index agrees with the cached tokens of requests.
 
-The question is that of a gateway that speaks with Mooncake's conductor or Dynamo's indexer (RFC 1403 of Mooncake).
+The queries are those of a gateway that uses Mooncake's conductor or Dynamo's indexer (RFC 1403 of Mooncake).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 pytest.importorskip("zmq", reason="pyzmq is not installed; pip install '.[kv-events]'")
 
 
-def test_a_question_for_cached_blocks_is_answered_as_the_instance_finds_them(tmp_path: Path, model: Path) -> None:
+def test_the_answer_to_a_query_equals_the_cached_tokens_of_a_request(tmp_path: Path, model: Path) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     endpoint, replay_endpoint = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
     events = {"endpoint": endpoint, "replay_endpoint": replay_endpoint, "bind": True, "enable_kv_cache_events": True}
@@ -39,7 +39,7 @@ def test_a_question_for_cached_blocks_is_answered_as_the_instance_finds_them(tmp
             key = f"127.0.0.1:{running.port}"
             whole = usage["prompt_tokens"] // 64 * 64
             assert usage["prompt_tokens_details"]["cache_write_tokens"] == whole > 0
-            for _ in range(4):  # of any worker
+            for _ in range(4):  # each worker must give the same answer
                 wait_until(lambda: query()["instances"].get(key, {}).get("gpu") == whole, "the prompt's blocks")
             again = ask(running_router.url, messages)["usage"]["prompt_tokens_details"]
             assert again["cached_tokens"] == min(whole, (usage["prompt_tokens"] - 1) // 64 * 64)

@@ -1,4 +1,4 @@
-"""A router in front of instances that are really paused."""
+"""A router with paused instances."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def order(running: Instance, path: str) -> None:
 
 
 def wait_for_states(running: Router, states: list[str]) -> None:
-    def told() -> list[str]:
+    def list_states() -> list[str]:
         listed = plain_http.get(f"{running.url}/registered").json()
         return sorted(each["state"] for role in ("prefill", "decode", "mixed") for each in listed.get(role, []))
 
-    wait_until(lambda: told() == sorted(states), f"the router to know {states}")
+    wait_until(lambda: list_states() == sorted(states), f"the router to know {states}")
 
 
 def count_requests(running: Instance) -> float:

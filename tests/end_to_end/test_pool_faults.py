@@ -1,4 +1,4 @@
-"""A conversation goes on whatever happens to the master, with the right answers; hits come back by themselves."""
+"""During faults of the master, a conversation continues with the right responses; afterwards the pool is used again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture
 def pair(tmp_path: Path, model: Path) -> Iterator[tuple[MooncakeMaster, Instance, Instance]]:
-    """Two mixed instances on a pool of their own."""
+    """Run two mixed instances with a pool of their own."""
     with (
         mooncake_master(tmp_path / "master.log") as master,
         instance(tmp_path, model, "--enable-output-caching", master=master) as first,
@@ -27,7 +27,7 @@ def pair(tmp_path: Path, model: Path) -> Iterator[tuple[MooncakeMaster, Instance
 
 
 def hit(first: Instance, second: Instance, about: str) -> bool:
-    """Whether ``second`` finds in the pool what ``first`` has just computed."""
+    """Return whether ``second`` reads a prompt from the pool that ``first`` has computed just before."""
     messages = conversation(about)
     ask(first.url, messages, max_tokens=1)
     first.wait_for_saves()
@@ -35,8 +35,8 @@ def hit(first: Instance, second: Instance, about: str) -> bool:
     return bool(details["pool_cached_tokens"] >= BLOCK)
 
 
-def keeps_talking(first: Instance, second: Instance, cold: Instance, turns: int) -> None:
-    """Turns of one conversation, at either instance in turn, with the answers of an instance without a pool."""
+def check_conversation(first: Instance, second: Instance, cold: Instance, turns: int) -> None:
+    """Send the turns of a conversation to the two instances in turn. The responses must equal those without a pool."""
     messages = conversation("through thick and thin")
     for turn in range(turns):
         answer = text(ask((first, second)[turn % 2].url, messages, max_tokens=20))
@@ -44,24 +44,24 @@ def keeps_talking(first: Instance, second: Instance, cold: Instance, turns: int)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
 
 
-def test_a_master_hangs_for_a_while_then_is_killed_and_started_again(
+def test_a_master_hangs_for_a_time_then_is_killed_and_restarted(
     pair: tuple[MooncakeMaster, Instance, Instance], cold: Instance, tmp_path: Path
 ) -> None:
     master, first, second = pair
     attempts = iter(range(1000))
 
     def wait_for_hits() -> None:
-        wait_until(lambda: hit(first, second, f"attempt {next(attempts)}"), "hits to come back", 60, 0.5)
-        keeps_talking(first, second, cold, 2)
+        wait_until(lambda: hit(first, second, f"attempt {next(attempts)}"), "hits in the pool", 60, 0.5)
+        check_conversation(first, second, cold, 2)
 
     assert hit(first, second, "before")
     master.process.signal(signal.SIGSTOP)
-    keeps_talking(first, second, cold, 3)  # until the first calls have missed their deadlines ...
+    check_conversation(first, second, cold, 3)  # until the first calls have exceeded their deadlines
     wait_until(lambda: not first.metric("kvstore_pool_open"), "the instance to give the pool up")
-    keeps_talking(first, second, cold, 3)  # ... and after the pool is out of use
+    check_conversation(first, second, cold, 3)  # after the instances have stopped to use the pool
     master.process.signal(signal.SIGCONT)
     wait_for_hits()
     master.kill()
-    keeps_talking(first, second, cold, 4)
+    check_conversation(first, second, cold, 4)
     with child(master.process.argv, tmp_path / "again.log"):
         wait_for_hits()

@@ -1,4 +1,4 @@
-"""Prefill and decode instances behind the router, sharing one real Mooncake pool; and what is left when parts die."""
+"""Prefill and decode instances with the router and a real Mooncake pool, also if processes die."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.waiting import wait_until
 PREFILL = ("--splitwise-role", "prefill")
 DECODE = ("--splitwise-role", "decode", "--enable-output-caching")
 BLOCK = 64
-TOKENS = 800  # they take a second or two, in which one of those that make them can be killed
+TOKENS = 800  # one or two seconds, during which a test can kill an instance
 
 
 @dataclass
 class System:
-    """One of each."""
+    """The processes of a system."""
 
     master: MooncakeMaster
     router: Router
@@ -50,7 +50,7 @@ def system(folder: Path, model: Path) -> Iterator[System]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[System]:
-    """A system for tests that do it no harm."""
+    """A system for tests that do not damage it."""
     with system(tmp_path_factory.mktemp("system"), model) as running:
         yield running
 
@@ -65,7 +65,7 @@ def conversation(about: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{about}: {QUESTION}"}]
 
 
-def test_second_turn_reads_what_decode_generated_from_the_pool(shared: System, cold: Instance) -> None:
+def test_the_second_turn_reads_the_output_of_decode_from_the_pool(shared: System, cold: Instance) -> None:
     messages = conversation("first")
     first = ask(shared.router.url, messages)
     assert text(first) == text(ask(cold.url, messages))
@@ -80,7 +80,7 @@ def test_second_turn_reads_what_decode_generated_from_the_pool(shared: System, c
     assert details["cached_tokens"] >= first["usage"]["prompt_tokens"] + BLOCK, details
 
 
-def test_decode_gets_the_prompt_from_prefill_although_there_is_a_pool(shared: System) -> None:
+def test_decode_gets_the_prompt_from_prefill_also_with_a_pool(shared: System) -> None:
     ask(shared.router.url, conversation("handed over"), max_tokens=5)
     before = shared.decode.metric('kvstore_handed_over_total{way="direct"}')
     ask(shared.router.url, conversation("handed over, too"), max_tokens=5)
@@ -88,7 +88,7 @@ def test_decode_gets_the_prompt_from_prefill_although_there_is_a_pool(shared: Sy
     assert shared.decode.metric("kvstore_pool_cached_tokens_total") == 0
 
 
-def test_many_conversations_at_once_get_their_own_answers(shared: System, cold: Instance) -> None:
+def test_many_concurrent_conversations_get_their_own_responses(shared: System, cold: Instance) -> None:
     questions = [conversation(f"number {i}") for i in range(12)]
     with ThreadPoolExecutor(12) as threads:
         answers = list(threads.map(lambda question: ask(shared.router.url, question, max_tokens=20), questions))
@@ -97,7 +97,7 @@ def test_many_conversations_at_once_get_their_own_answers(shared: System, cold: 
 
 
 @pytest.mark.parametrize("target", ["router", "prefill"])
-def test_openai_client_streams_what_it_also_gets_at_once(shared: System, target: str) -> None:
+def test_the_openai_client_gets_the_same_text_with_and_without_streaming(shared: System, target: str) -> None:
     url = {"router": shared.router.url, "prefill": shared.prefill.url}[target]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         asked: Any = {"model": "any", "messages": conversation("client"), "max_tokens": 30, "temperature": 0}
@@ -111,7 +111,7 @@ def test_openai_client_streams_what_it_also_gets_at_once(shared: System, target:
 
 
 def read_stream(url: str, path: str, body: dict[str, Any], on_line: Callable[[], None] = lambda: None) -> Any:
-    """Text, usage, request id and decode instance of a stream; ``on_line`` is called when a line has come."""
+    """Return the text, usage, request id and decode instance of a stream; call ``on_line`` after each line."""
     options = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
     text, events = "", []
     with plain_http.stream("POST", f"{url}{path}", json={**body, **options, "stream": True}) as response:
@@ -130,7 +130,7 @@ def read_stream(url: str, path: str, body: dict[str, Any], on_line: Callable[[],
     return text, usage, headers.get("x-router-request-id"), headers.get("x-router-decode")
 
 
-def test_after_the_own_caches_are_cleared_the_same_prompt_comes_from_the_pool(shared: System) -> None:
+def test_after_a_clear_of_the_own_caches_a_prompt_comes_from_the_pool(shared: System) -> None:
     url, messages = shared.router.url, conversation("cleared")
     first = ask(url, messages, max_tokens=10)
     shared.prefill.wait_for_saves()
@@ -151,7 +151,7 @@ def test_after_the_own_caches_are_cleared_the_same_prompt_comes_from_the_pool(sh
     assert f"storage_cache_token_num={details['pool_cached_tokens']}" in line
 
 
-def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happened(
+def test_a_stream_continues_after_its_decode_instance_is_killed(
     tmp_path: Path, model: Path, shared: System, cold: Instance
 ) -> None:
     path, body = "/v1/chat/completions", {"messages": conversation("killed")}
@@ -165,11 +165,11 @@ def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happ
                 victim.process.kill()
 
         order = {"instance": f"127.0.0.1:{shared.decode.port}"}
-        for weight in (0, 1):  # at first it takes only the requests that no other instance can take
+        for weight in (0, 1):  # with weight 0, it gets only requests that no other instance can process
             assert plain_http.post(f"{url}/admin/weight", json={**order, "weight": weight}).status_code == 200
             if not weight:
                 text, usage, request_id, decode = read_stream(url, path, body, on_line)
-    # The router may not have noticed yet; requests of the tests that follow shall not be sent there.
+    # The router may not have detected the end yet. It must not send the requests of later tests there.
     plain_http.post(f"{url}/admin/drain", json={"instance": f"127.0.0.1:{victim.port}"})
     attempts = plain_http.get(f"{url}/admin/explain/{request_id}").json()["attempts"]
     assert [attempt["ended"].partition(":")[0] for attempt in attempts] == ["broke off", "answered"]
@@ -180,5 +180,5 @@ def test_a_stream_whose_decode_instance_is_killed_goes_on_as_if_nothing_had_happ
     assert usage.items() <= right_usage.items()
 
 
-def test_clients_are_told_the_cached_tokens_that_prefill_has_in_its_log(shared: System) -> None:
+def test_the_usage_has_the_cached_tokens_in_prefills_log(shared: System) -> None:
     check_cached_tokens(shared.router.url, [shared.prefill])

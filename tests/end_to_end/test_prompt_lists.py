@@ -1,4 +1,4 @@
-"""Several prompts in one completion, through a router to real instances, as evaluation harnesses send them."""
+"""Completions with several prompts, as evaluation harnesses send them, through a router to real instances."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(served: tuple[Router, list[Instance]]) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def test_each_prompt_has_its_answer_and_the_usage_counts_all(client: openai.OpenAI) -> None:
+def test_each_prompt_has_its_choice_and_the_usage_counts_all(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "default", "max_tokens": 8, "temperature": 0}
     alone: list[Any] = [client.completions.create(prompt=prompt, **ask) for prompt in PROMPTS]
     together: Any = client.completions.create(prompt=PROMPTS, n=2, **ask)
@@ -52,7 +52,7 @@ def test_each_prompt_has_its_answer_and_the_usage_counts_all(client: openai.Open
     assert (last.choices, last.usage.prompt_tokens) == ([], together.usage.prompt_tokens)
 
 
-def test_the_same_list_goes_where_its_prompts_are_cached(client: openai.OpenAI) -> None:
+def test_a_repeated_list_goes_to_the_instance_that_has_cached_its_prompts(client: openai.OpenAI) -> None:
     ids = [[(shift + i) % 250 + 3 for i in range(600)] for shift in range(3)]
     ask: dict[str, Any] = {"model": "default", "prompt": ids, "max_tokens": 1, "temperature": 0}
     cold, *warm = (client.completions.create(**ask).usage for _ in range(4))
@@ -61,7 +61,7 @@ def test_the_same_list_goes_where_its_prompts_are_cached(client: openai.OpenAI) 
 
 
 @pytest.mark.parametrize("form", ["whole", "stream"])
-def test_a_client_is_charged_for_the_answers_to_all_prompts(served: tuple[Router, list[Instance]], form: str) -> None:
+def test_the_token_limit_counts_the_output_of_all_prompts(served: tuple[Router, list[Instance]], form: str) -> None:
     url, headers = f"{served[0].url}/v1/completions", {"authorization": f"Bearer sk-{form}"}
     body = {"prompt": PROMPTS, "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": form == "stream"}
     with httpx.Client(trust_env=False, timeout=120, headers=headers) as client:
@@ -69,4 +69,4 @@ def test_a_client_is_charged_for_the_answers_to_all_prompts(served: tuple[Router
     assert answer.status_code == 200
     assert b'"usage":null' not in answer.content
     assert refused.status_code == 429
-    assert int(refused.headers["retry-after"]) > 200  # at one token a second, for 300 of the answers
+    assert int(refused.headers["retry-after"]) > 200  # for 300 output tokens, at one token per second

@@ -1,7 +1,7 @@
-"""Sparse attention over a prefill and a decode instance: the answers are those of one instance that does both.
+"""Sparse attention with a prefill and a decode instance: the responses equal those of a mixed instance.
 
-No index is sent. What it holds of a block is a function of the block's keys, so decode makes it of the blocks that it
-is handed, whichever way they come.
+Prefill does not send its index. The entry of a block is a function of the block's keys, so decode computes it from the
+blocks that it receives, from prefill or from the pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def side(
 
 
 def conversations(about: str) -> list[list[dict[str, str]]]:
-    """One for each regime."""
+    """Return a conversation for dense attention, and one for sparse attention."""
     return [[{"role": "user", "content": f"{about} {times}: {QUESTION * times}"}] for times in (1, 3, 6)]
 
 
@@ -50,8 +50,8 @@ def ask_at_once(url: str, questions: Sequence[list[dict[str, str]]]) -> list[dic
         return list(threads.map(lambda messages: ask(url, messages, max_tokens=40), questions))
 
 
-def told(answers: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, int] | None]]:
-    """What was answered, and how many blocks were read of how many."""
+def list_results(answers: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, int] | None]]:
+    """Return the text of each response, and the numbers of read blocks and of all blocks."""
     return [(text(answer), answer["usage"].get("retrieval_details")) for answer in answers]
 
 
@@ -60,13 +60,13 @@ def handed_over(decode: Instance) -> dict[str, float]:
 
 
 def without_transfer_engine(folder: Path) -> dict[str, str]:
-    """The environment of an instance that can load Mooncake's store, but not what writes to other instances."""
+    """Return an environment in which Mooncake's store can be imported, but not its transfer engine."""
     (folder / "sitecustomize.py").write_text('import sys\n\nsys.modules["mooncake.engine"] = None\n')
     return {"PYTHONPATH": str(folder)}
 
 
 def check_that_blocks_are_free_while_they_are_looked_up(url: str, decode: Instance) -> None:
-    """Of a prompt that is offloaded."""
+    """Assert that the blocks of an offloaded prompt are free during the response."""
     body = {"messages": conversations("offloaded")[-1], "max_tokens": 2500, "temperature": 0, "stream": True}
     with plain_http.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=100) as answer:
         lines = answer.iter_lines()
@@ -75,7 +75,7 @@ def check_that_blocks_are_free_while_they_are_looked_up(url: str, decode: Instan
         assert decode.metric("fastdeploy:num_requests_running") == 1
 
 
-def test_a_pair_answers_as_one_instance_whichever_way_prompts_are_handed_over(tmp_path: Path, model: Path) -> None:
+def test_a_pair_responds_like_a_mixed_instance_with_each_way_of_the_hand_over(tmp_path: Path, model: Path) -> None:
     directly, by_pool = conversations("directly"), conversations("by the pool")
     with instance(tmp_path, model, *RETRIEVAL) as one:
         expected = {"direct": ask_at_once(one.url, directly), "pool": ask_at_once(one.url, by_pool)}
@@ -94,7 +94,7 @@ def test_a_pair_answers_as_one_instance_whichever_way_prompts_are_handed_over(tm
     ):
         with side("prefill", tmp_path, model, between, master) as prefill:
             between.wait_for(prefill=1, decode=1)
-            assert told(ask_at_once(between.url, directly)) == told(expected["direct"])
+            assert list_results(ask_at_once(between.url, directly)) == list_results(expected["direct"])
             assert handed_over(decode) == {"direct": len(directly), "pool": 0, "computed": 0}
             check_that_blocks_are_free_while_they_are_looked_up(between.url, decode)
 
@@ -104,15 +104,15 @@ def test_a_pair_answers_as_one_instance_whichever_way_prompts_are_handed_over(tm
             short = [{"role": "user", "content": "Are you there?"}]
             wait_until(lambda: ask(between.url, short, max_tokens=1)["status"] == 200, "the pair to serve")
             before = handed_over(decode)
-            assert told(ask_at_once(between.url, by_pool)) == told(expected["pool"])
+            assert list_results(ask_at_once(between.url, by_pool)) == list_results(expected["pool"])
             after = handed_over(decode)
             added = {way: after[way] - before[way] for way in after}
-            # A pool that is slow on a busy machine is not waited for.
+            # On a busy machine the pool may be slow, and then the instance does not wait for it.
             assert (added["direct"], added["pool"] + added["computed"]) == (0, len(by_pool))
             assert added["pool"] > 0
 
 
-def test_quality_says_in_one_sentence_that_there_is_no_model(tmp_path: Path) -> None:
+def test_the_quality_script_without_a_model_prints_one_sentence(tmp_path: Path) -> None:
     program = Path(__file__).parents[2] / "examples" / "retrieval" / "quality.py"
     command = [sys.executable, str(program), "--model", "/nonexistent", "--output", str(tmp_path / "output")]
     ended = run_forked(command)

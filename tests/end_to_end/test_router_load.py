@@ -1,4 +1,4 @@
-"""Two mixed instances behind a router, as users meet them: cached tokens in the usage, and many streams at once."""
+"""Two mixed instances with a router: the cached tokens in the usage, and many concurrent streams."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
             yield running, [first, second]
 
 
-def test_clients_are_told_the_cached_tokens_that_the_instances_have_in_their_logs(
+def test_the_usage_has_the_cached_tokens_in_the_instances_logs(
     served: tuple[Router, list[Instance]],
 ) -> None:
     check_cached_tokens(served[0].url, served[1])
 
 
-def test_200_streams_at_once_all_end_well(served: tuple[Router, list[Instance]]) -> None:
+def test_200_concurrent_streams_succeed(served: tuple[Router, list[Instance]]) -> None:
     running, instances = served
 
     async def stream(client: httpx.AsyncClient, number: int) -> tuple[int, int, str]:
-        """Status, tokens, and how it ended."""
+        """Return the status, the number of tokens, and the end of a stream."""
         messages = [{"role": "user", "content": f"Question {number % 20}: what lies behind hill {number}?"}]
         options = {"stream_options": {"include_usage": True}, "stream": True, "ignore_eos": True}
         body = {"messages": messages, "max_tokens": TOKENS, **options}

@@ -1,4 +1,4 @@
-"""Instances register at a router that wants a token of them."""
+"""Registrations at a router that requires a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_refused(asking: Instance) -> bool:
     return "Cannot register" in asking.process.output
 
 
-def test_an_instance_registers_with_the_routers_token_and_else_says_why_not(tmp_path: Path, model: Path) -> None:
+def test_an_instance_registers_with_the_routers_token_or_logs_the_reason(tmp_path: Path, model: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("# for instances\nsécret\n")
     wrong.write_text("other\n")

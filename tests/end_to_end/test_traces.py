@@ -1,4 +1,4 @@
-"""A trace of one request through router, prefill and decode instance, at a real OTLP receiver."""
+"""A trace of a request through the router, prefill and decode, at a real OTLP receiver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.end_to_end.cluster import QUESTION
 from tests.end_to_end.traced import CLIENT, TRACE, TracedSystem, ask_for_trace, draw_trace, traced_system
 from tests.support.otlp import ReceivedSpan
 
-# Clocks are read one after the other, and in different processes.
+# Several processes read their clocks, one after another.
 SLACK = 0.02
 
 
@@ -23,7 +23,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Tr
         yield running
 
 
-def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(traced: TracedSystem) -> None:
+def test_the_spans_of_a_request_to_a_pair_are_one_tree(traced: TracedSystem) -> None:
     receiver = traced.receiver
     began, ended = ask_for_trace(traced, 800, 2)
 
@@ -54,7 +54,7 @@ def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(tra
     decoding = only_child(decode, "decode")
     assert taken.end <= decoding.start + SLACK
     assert decoding.attributes["engine.decoded_tokens"] == 799
-    # It lasts to the end of the stream, as the client saw it.
+    # The span ends with the stream.
     assert began < decoding.start < decoding.end <= ended + SLACK
     assert decode.end - decoding.end < 0.5 * (decoding.end - decoding.start)
     saves = receiver.find(name="save")
@@ -66,7 +66,7 @@ def test_one_request_to_a_pair_is_one_tree_from_the_router_to_the_last_phase(tra
     assert len(titles) == 1 + len(receiver.spans)
 
 
-def test_a_request_that_is_aborted_says_so_at_both_ends(traced: TracedSystem) -> None:
+def test_the_spans_of_an_aborted_request_have_its_status(traced: TracedSystem) -> None:
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 3000, "stream": True, "ignore_eos": True}
     url = f"{traced.router.url}/v1/chat/completions"
     headers = {"traceparent": f"00-{TRACE[::-1]}-{CLIENT}-01"}

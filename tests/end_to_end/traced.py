@@ -1,6 +1,6 @@
-"""A system whose parts send their spans to a receiver, one traced request to it, and a drawing of that.
+"""A system that sends its spans to a receiver, and a picture of a traced request.
 
-``python -m tests.end_to_end.traced docs/pictures/trace.svg`` draws the trace in docs/operations/metrics.md anew.
+``python -m tests.end_to_end.traced docs/pictures/trace.svg`` draws the picture in docs/operations/metrics.md again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLOURS = {
 
 
 class TracedSystem(NamedTuple):
-    """One of each."""
+    """The processes of a system, and the receiver."""
 
     receiver: OtlpReceiver
     router: Router
@@ -49,7 +49,7 @@ class TracedSystem(NamedTuple):
 
 @contextlib.contextmanager
 def traced_system(folder: Path, model: Path) -> Iterator[TracedSystem]:
-    """A master, a router of two processes, and a pair, all of whose spans come to one receiver."""
+    """Run a master, a router with two workers, and a pair. All send their spans to one receiver."""
     receiver = OtlpReceiver()
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "100", "NO_PROXY": "127.0.0.1"}
     with (
@@ -68,11 +68,11 @@ def traced_system(folder: Path, model: Path) -> Iterator[TracedSystem]:
 
 
 def ask_for_trace(system: TracedSystem, max_tokens: int, num_saves: int) -> tuple[float, float]:
-    """Send one traced request whose prompt is in the pool by half; when it began and ended, as its client saw it.
+    """Send a traced request with half of its prompt in the pool; return its start and end at the client.
 
     Args:
-        max_tokens: of its answer.
-        num_saves: how many of the two instances have something to save.
+        max_tokens: maximum number of tokens in the response.
+        num_saves: number of instances that save blocks.
     """
     unsampled = {"traceparent": f"00-{TRACE[::-1]}-{CLIENT}-00"}
     _stream(system, QUESTION, unsampled, max_tokens=2)
@@ -95,7 +95,7 @@ def _stream(system: TracedSystem, question: str, headers: dict[str, str], **fiel
 
 
 def order_as_tree(spans: Sequence[ReceivedSpan]) -> list[tuple[int, ReceivedSpan]]:
-    """Each span behind its parent, by their beginnings, with its depth."""
+    """Return the spans sorted by their start, each after its parent, with its depth."""
     known = {span.span_id for span in spans}
 
     def descend(parents: Sequence[ReceivedSpan], depth: int) -> Iterator[tuple[int, ReceivedSpan]]:
@@ -107,7 +107,7 @@ def order_as_tree(spans: Sequence[ReceivedSpan]) -> list[tuple[int, ReceivedSpan
 
 
 def draw_trace(spans: Sequence[ReceivedSpan]) -> str:
-    """A waterfall of one trace, as SVG."""
+    """Return a waterfall diagram of a trace as SVG."""
     rows = order_as_tree(spans)
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     scale = (WIDTH - LEFT - 90) / (last - first)
@@ -140,7 +140,7 @@ def draw_trace(spans: Sequence[ReceivedSpan]) -> str:
 
 
 def main(path: Path) -> None:
-    """Draw a trace of a system that is started for it; the second of two, as the first request warms parts up."""
+    """Start a system, and draw the trace of its second request. The first one is slower."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model")

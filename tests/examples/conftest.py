@@ -1,4 +1,4 @@
-"""What the tests of the examples share."""
+"""Fixtures of the tests of the examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PORTS = (15001, 15002, 15003, 52400, 52500, 52600, 52700, 52780, 52790, 52800)
 
 @pytest.fixture(scope="session")
 def require_ports() -> Callable[[Sequence[int]], None]:
-    """Waits for ports that scripts need; a client's end may have one for 60 s. Skips where somebody else has one."""
+    """Return a function that waits for free ports. It skips the test if a port stays in use for 80 s."""
 
     def require(ports: Sequence[int]) -> None:
         for port in ports:
@@ -28,11 +28,11 @@ def require_ports() -> Callable[[Sequence[int]], None]:
 
 @pytest.fixture(scope="session")
 def free_ports(require_ports: Callable[[Sequence[int]], None]) -> None:
-    """See that the ports of the example scripts, which are fixed, are free."""
+    """Wait until the fixed ports of the example scripts are free."""
     require_ports(PORTS)
 
 
 @pytest.fixture
 def ports_free_again(require_ports: Callable[[Sequence[int]], None]) -> None:
-    """See that they are free before each test that starts scripts of its own."""
+    """Wait until the ports are free, before each test that starts scripts itself."""
     require_ports(PORTS)

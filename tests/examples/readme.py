@@ -1,4 +1,4 @@
-"""The README's commands, as its reader would copy them."""
+"""The commands of the README."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ README = ROOT / "README.md"
 
 
 def readme_blocks(language: str) -> list[str]:
-    """What stands in the blocks fenced as ``language``."""
+    """Return the code blocks of a language."""
     found = re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     return [block.strip() for block in found]

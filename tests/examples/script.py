@@ -1,4 +1,4 @@
-"""Runs the example scripts as a user does: for real, in this checkout, on their fixed ports."""
+"""Runs the example scripts as a user does: in this checkout, at their fixed ports."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CHOICES = (
 
 
 def script_environment(**variables: str) -> dict[str, str]:
-    """The environment without whatever of it would choose for the scripts."""
+    """Return the environment without the variables that the scripts read."""
     return {name: value for name, value in os.environ.items() if name not in CHOICES} | variables
 
 
 def loopback_only() -> list[str]:
-    """What starts a command where there is no network interface but loopback; nothing where that is not allowed."""
+    """Return the command prefix for a network with only loopback; empty if this is not allowed here."""
     command = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
     with contextlib.suppress(FileNotFoundError):
         if subprocess.run([*command, "true"], stderr=subprocess.DEVNULL, check=False).returncode == 0:
@@ -42,7 +42,7 @@ def loopback_only() -> list[str]:
 
 
 def complaint(name: str, *arguments: str, **environment: str) -> str:
-    """The words of a script on standard error when it refuses to start."""
+    """Return the message of a script that refuses to start."""
     ended = subprocess.run(
         [EXAMPLES / name, *arguments],
         env=script_environment(**environment),
@@ -56,7 +56,7 @@ def complaint(name: str, *arguments: str, **environment: str) -> str:
 
 
 class Script:
-    """A running example script, in a process group of its own like a terminal's foreground job."""
+    """A running example script, in its own process group, like a foreground job of a terminal."""
 
     def __init__(self, name: str, *arguments: str, under: Sequence[str] = (), **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -81,7 +81,7 @@ class Script:
                 self.started |= descendants(self.process.pid)
 
     def wait_for(self, text: str, deadline: float) -> None:
-        """Wait until it has printed ``text``; fail with all it printed if it ends or takes longer."""
+        """Wait until the script has printed ``text``; fail with its output if it ends or takes longer."""
 
         def printed() -> bool:
             assert text in self.output or self.process.poll() is None, f"it ended:\n{self.output}"
@@ -90,19 +90,19 @@ class Script:
         wait_until(printed, f"the script to print {text!r}", deadline)
 
     def end(self, deadline: float) -> int:
-        """Its exit status."""
+        """Wait for the end of the script; return its exit status."""
         self.started |= descendants(self.process.pid)
         status = self.process.wait(deadline)
         self._reader.join(deadline)
         return status
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Send the signal of Ctrl-C."""
         self.started |= descendants(self.process.pid)
         os.killpg(self.process.pid, signal.SIGINT)
 
     def left_behind(self) -> list[str]:
-        """Command lines of processes that it started and that still run; one that was killed takes a moment to go."""
+        """Return the command lines of child processes that still run. A killed process needs a moment to end."""
 
         def remaining() -> list[str]:
             return [command_line(pid) for pid, started_at in self.started if stat(pid)[1:] == (started_at,)]
@@ -113,7 +113,7 @@ class Script:
 
 
 def descendants(pid: int) -> set[tuple[int, int]]:
-    """The children of ``pid``, their children, and so on: process ids and start times, as ids are used again."""
+    """Return the descendants of ``pid`` as process ids and start times, because ids are reused."""
     children: dict[int, list[tuple[int, int]]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (found := stat(int(entry.name))):
@@ -128,7 +128,7 @@ def descendants(pid: int) -> set[tuple[int, int]]:
 
 
 def stat(pid: int) -> tuple[int, int] | tuple[()]:
-    """Parent and start time of a process; nothing if there is no such process."""
+    """Return the parent and the start time of a process; an empty tuple if it does not exist."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[1]), int(fields[19])
@@ -136,7 +136,7 @@ def stat(pid: int) -> tuple[int, int] | tuple[()]:
 
 
 def command_line(pid: int) -> str:
-    """What a process was started with."""
+    """Return the command line of a process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     return f"process {pid}"
@@ -144,7 +144,7 @@ def command_line(pid: int) -> str:
 
 @contextlib.contextmanager
 def running(name: str, *arguments: str, under: Sequence[str] = (), **environment: str) -> Iterator[Script]:
-    """A script that is interrupted at the end if it still runs; ``under`` is the command that it is started by."""
+    """Run a script, and interrupt it at the end. ``under`` is a command prefix."""
     script = Script(name, *arguments, under=under, **environment)
     try:
         yield script

@@ -1,4 +1,4 @@
-"""The scripts' look at their ports before they start anything."""
+"""The scripts' check of their ports before they start processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CHECK = Path(__file__).parents[2] / "examples" / "cache_storage" / "check_ports.
 
 
 def check(port: int) -> str:
-    """What it says of a port that is in use."""
+    """Return the message about a port that is in use."""
     command = [sys.executable, str(CHECK), f"router={port}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     return ended.stderr.strip()
 
 
-def test_a_port_in_use_is_told_with_the_process_that_has_it() -> None:
+def test_the_message_names_the_process_that_uses_a_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         said = check(port)
@@ -31,7 +31,7 @@ def test_a_port_in_use_is_told_with_the_process_that_has_it() -> None:
     assert "pytest" in said
 
 
-def test_another_run_of_a_script_is_told_with_what_ends_it(tmp_path: Path) -> None:
+def test_the_message_about_another_run_of_a_script_says_how_to_end_it(tmp_path: Path) -> None:
     port = free_port()
     script = tmp_path / "run_pd_storage.sh"
     script.write_text(f"{sys.executable} -m http.server --bind 127.0.0.1 {port} &\nwait\n")

@@ -1,4 +1,4 @@
-"""run_ha.sh, run for real: an etcd, three masters, the leader killed during a conversation."""
+"""run_ha.sh: an etcd and three masters. The leader is killed during a conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PORTS = (12379, 12380, 8081, 8082, 8083, 9091, 9092, 9093, 52700, 52800)
 
 @pytest.fixture(autouse=True)
 def free_ports() -> None:
-    """Skip where something else listens on a port that the script needs; its ports are fixed."""
+    """Skip the test if another process uses a port of the script."""
     for port in PORTS:
         if port_answers(port):
             pytest.skip(f"port {port}, which run_ha.sh needs, is in use on this machine")
@@ -38,7 +38,7 @@ def test_a_new_prompt_is_shared_through_the_new_leader(few_words: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_busy_port_of_etcd_is_named() -> None:
+def test_a_used_port_of_etcd_is_named() -> None:
     with socket.create_server(("127.0.0.1", 12379)), running("run_ha.sh") as script:
         assert script.end(60) == 1
     assert f"port 12379, wanted for etcd, is in use by process {os.getpid()} (" in script.output

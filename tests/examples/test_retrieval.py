@@ -1,4 +1,4 @@
-"""examples/retrieval: what it says before anything is trained or started, when something is wrong."""
+"""examples/retrieval: its messages about errors before it trains a model or starts processes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_help_is_given_and_nothing_started(tmp_path: Path) -> None:
+def test_help_starts_nothing(tmp_path: Path) -> None:
     ended = run(FOLDER / "run.sh", "--help", OUTPUT=str(tmp_path / "output"))
     assert (ended.returncode, ended.stdout[:13]) == (0, "usage: run.sh")
     assert not (tmp_path / "output").exists()
 
 
-def test_an_unknown_argument_is_said_in_one_sentence() -> None:
+def test_an_unknown_argument_is_refused_in_one_sentence() -> None:
     ended = run(FOLDER / "run.sh", "--bogus")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("run.sh: unknown argument '--bogus'; usage: run.sh")
 
 
-def test_a_checkpoint_of_others_is_not_overwritten(tmp_path: Path) -> None:
+def test_another_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("theirs")
     ended = run(sys.executable, FOLDER / "train_needle.py", "--output", tmp_path)
     assert (ended.returncode, "exists already; give a new folder" in ended.stderr) == (2, True)
 
 
-def test_a_busy_port_is_named_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_used_port_is_named_before_the_training(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ended = run(FOLDER / "run.sh", OUTPUT=str(tmp_path / "output"), SPARSE_PORT=str(port))

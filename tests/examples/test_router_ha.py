@@ -1,4 +1,4 @@
-"""run_router_ha.sh, run for real: a Redis, two routers, two pairs, a router killed while it streams."""
+"""run_router_ha.sh: a Redis, two routers and two pairs. A router is killed during a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PORTS = (15001, 15002, 15003, 16379, 52400, 52401, 52500, 52501, 52600, 52700, 5
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
-def test_a_conversation_outlives_one_of_two_routers(
+def test_a_conversation_continues_after_one_of_two_routers_is_killed(
     require_ports: Callable[[Sequence[int]], None], few_words: Path
 ) -> None:
     require_ports(PORTS)
@@ -35,7 +35,7 @@ def test_a_conversation_outlives_one_of_two_routers(
     assert script.left_behind() == []
 
 
-def test_where_redis_is_missing_one_sentence_says_how_to_get_it(tmp_path: Path) -> None:
+def test_without_redis_one_sentence_says_how_to_install_it(tmp_path: Path) -> None:
     for name in ("bash", "dirname", "basename", "sh", "python3"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
@@ -45,7 +45,7 @@ def test_where_redis_is_missing_one_sentence_says_how_to_get_it(tmp_path: Path) 
     assert said == f"run_router_ha.sh: redis-server is not installed: {remedy}\n"
 
 
-def test_a_router_that_shares_nothing_is_refused() -> None:
+def test_a_router_without_shared_state_is_refused() -> None:
     said = complaint("run_router_ha.sh", ROUTER="fastdeploy")
     assert said.startswith("run_router_ha.sh: ROUTER=fastdeploy cannot share its state with another router; ")
     assert said.count("\n") == 1

@@ -1,4 +1,4 @@
-"""examples/cache_storage, run for real: what they verify, what they say when something is wrong, what they leave."""
+"""The scripts in examples/cache_storage: their results, their messages about errors, and their cleanup."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.examples.script import EXAMPLES, ROOT, complaint, loopback_only, runn
 
 pytestmark = pytest.mark.timeout(600)
 needs_ports = pytest.mark.usefixtures("ports_free_again")
-# And how many instances each starts.
+# The number of instances that each script starts.
 SCRIPTS = {"run.sh": 2, "run_pd_storage.sh": 3, "run_03b_pd_storage.sh": 3, "run_ha.sh": 2, "run_router_ha.sh": 5}
 
 
 @needs_ports
-def test_two_instances_share_the_pool_with_no_interface_but_loopback(few_words: Path) -> None:
+def test_two_instances_share_the_pool_with_only_the_loopback_interface(few_words: Path) -> None:
     with running("run.sh", under=loopback_only(), MODEL_NAME=str(few_words)) as script:
         assert script.end(400) == 0, script.output
     assert "verified: instance 1 read from the pool what instance 0 had computed" in script.output
@@ -35,7 +35,7 @@ def test_two_instances_share_the_pool_with_no_interface_but_loopback(few_words: 
 
 
 @needs_ports
-def test_ctrl_c_while_starting_leaves_nothing_behind() -> None:
+def test_ctrl_c_during_the_start_leaves_no_process() -> None:
     with running("run.sh") as script:
         script.wait_for("starting instance_1", deadline=60)
         script.interrupt()
@@ -44,7 +44,7 @@ def test_ctrl_c_while_starting_leaves_nothing_behind() -> None:
 
 
 @needs_ports
-def test_the_logs_of_another_example_that_runs_are_not_removed() -> None:
+def test_the_logs_of_another_running_example_are_not_removed() -> None:
     log, lock = EXAMPLES / "log_another" / "nohup", ROOT / ".cache" / "example.lock"
     for path in (log, lock):
         path.parent.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def test_what_is_started_does_not_inherit_the_lock(tmp_path: Path) -> None:
         assert "lock" not in listed
 
 
-def test_a_child_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_process_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     with running("run.sh", MODEL_NAME=str(tmp_path)) as script:
         assert script.end(60) == 1
     assert f"engine.api_server: --model '{tmp_path}' is not a checkpoint" in script.output
@@ -83,7 +83,7 @@ def test_a_child_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> N
 
 
 @needs_ports
-def test_a_busy_port_is_named_with_what_it_was_for() -> None:
+def test_a_used_port_is_named_with_its_purpose() -> None:
     with socket.create_server(("127.0.0.1", 52500)):
         said = complaint("run_pd_storage.sh")
     assert said.startswith(f"port 52500, wanted for decode, is in use by process {os.getpid()} (")
@@ -100,27 +100,27 @@ def test_a_busy_port_is_named_with_what_it_was_for() -> None:
         ({"ROUTER": "nginx"}, "ROUTER=nginx is not known; use kvstore or fastdeploy"),
     ],
 )
-def test_a_wrong_choice_is_said_in_one_sentence(environment: dict[str, str], sentence: str) -> None:
+def test_a_wrong_variable_is_refused_in_one_sentence(environment: dict[str, str], sentence: str) -> None:
     said = complaint("run_pd_storage.sh", **environment)
     assert said.startswith(f"run_pd_storage.sh: {sentence}")
     assert said.count("\n") == 1
 
 
 @needs_ports
-def test_what_costs_nothing_to_check_is_checked_before_the_ports() -> None:
+def test_cheap_checks_come_before_the_check_of_the_ports() -> None:
     with socket.create_server(("127.0.0.1", 52500)):
         said = complaint("run_pd_storage.sh", MODEL_NAME="/no/such/model")
     assert "there is no such folder" in said
 
 
-def test_a_wrong_argument_is_said_in_one_sentence() -> None:
+def test_a_wrong_argument_is_refused_in_one_sentence() -> None:
     assert (
         complaint("run.sh", "--kep")
         == "run.sh: unknown argument '--kep'; there are --keep, --dashboard and --dry-run\n"
     )
 
 
-# What would be started.
+# Dry runs.
 
 
 class Line:
@@ -138,7 +138,7 @@ class Line:
 
     @property
     def flags(self) -> list[str]:
-        """What comes behind ``python -m MODULE``."""
+        """The arguments after ``python -m MODULE``."""
         return self.words[self.words.index("-m") + 2 :]
 
 
@@ -162,7 +162,7 @@ def instances(lines: list[Line], module: str) -> list[Line]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_dry_run_prints_instances_that_our_engine_would_take(script: str) -> None:
+def test_a_dry_run_prints_flags_that_our_engine_accepts(script: str) -> None:
     lines = dry_run(script, ENGINE="kvstore")
     started = instances(lines, "engine.api_server")
     assert len(started) == SCRIPTS[script]
@@ -175,7 +175,7 @@ def test_a_dry_run_prints_instances_that_our_engine_would_take(script: str) -> N
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_dashboard_is_told_the_router_and_every_master(script: str) -> None:
+def test_the_dashboard_gets_the_addresses_of_the_router_and_all_masters(script: str) -> None:
     lines = dry_run(script, "--dashboard", ENGINE="kvstore")
     (dashboard,) = (line.words[1:] for line in lines if "dashboard" in line.words)
     (first_router, *_) = instances(lines, "router.launch")
@@ -192,7 +192,7 @@ def port_of(line: Line) -> str:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_dry_run_with_fastdeploy_puts_our_backend_under_it(script: str, tmp_path: Path) -> None:
+def test_a_dry_run_with_fastdeploy_uses_our_backend(script: str, tmp_path: Path) -> None:
     lines = dry_run(script, ENGINE="fastdeploy", FD_MODEL_CACHE=str(tmp_path))
     started = instances(lines, "fastdeploy.entrypoints.openai.api_server")
     assert len(started) == SCRIPTS[script]
@@ -203,18 +203,18 @@ def test_a_dry_run_with_fastdeploy_puts_our_backend_under_it(script: str, tmp_pa
     assert all("engine.api_server" not in line.words for line in lines)
 
 
-def test_plugins_of_the_users_own_stay() -> None:
+def test_plugins_of_the_user_remain() -> None:
     lines = dry_run("run.sh", ENGINE="fastdeploy", FD_PLUGINS="mine")
     assert {line.environment["FD_PLUGINS"] for line in lines} == {"mine,kvstore"}
 
 
 @pytest.mark.parametrize("engine", ["kvstore", "fastdeploy"])
-def test_a_dry_run_needs_neither_a_set_up_nor_a_free_port_and_leaves_nothing(engine: str, tmp_path: Path) -> None:
+def test_a_dry_run_needs_no_setup_and_no_free_port_and_writes_no_files(engine: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples" / "cache_storage", ignore=shutil.ignore_patterns("log_*"))
     before = sorted(tmp_path.rglob("*"))
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # taken already
+        with contextlib.suppress(OSError):  # the port is in use already
             taken.bind(("127.0.0.1", 15001))
         for script in SCRIPTS:
             assert dry_run(tmp_path / "examples" / "cache_storage" / script, ENGINE=engine)
@@ -222,7 +222,7 @@ def test_a_dry_run_needs_neither_a_set_up_nor_a_free_port_and_leaves_nothing(eng
 
 
 def with_fake_fastdeploy(folder: Path) -> dict[str, str]:
-    """A machine where some ``fastdeploy`` can be imported, but nothing of ours beside it."""
+    """Return an environment in which a fake ``fastdeploy`` can be imported, but not our packages."""
     (folder / "fastdeploy").mkdir()
     (folder / "fastdeploy" / "__init__.py").touch()
     return {"PYTHONPATH": str(folder)}
@@ -236,16 +236,16 @@ def has_no_fastdeploy() -> bool:
 
 
 @pytest.mark.skipif(not has_no_fastdeploy(), reason="FastDeploy is installed here")
-def test_where_fastdeploy_is_missing_one_sentence_says_where_it_is_to_be_had() -> None:
+def test_without_fastdeploy_one_sentence_says_how_to_install_it() -> None:
     said = complaint("run_pd_storage.sh", ENGINE="fastdeploy")
     assert said.count("\n") == 1
     assert "no python here can import fastdeploy, which is not on PyPI" in said
     assert "pip install fastdeploy-gpu -i https://www.paddlepaddle.org.cn/packages/stable/" in said
 
 
-def test_a_fastdeploy_without_our_backend_is_told_how_to_get_it(tmp_path: Path) -> None:
+def test_for_a_fastdeploy_without_our_backend_the_message_says_how_to_install_it(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(Path(sys.executable).resolve())  # not that of the .venv, which has ours
+    (tmp_path / "bin" / "python").symlink_to(Path(sys.executable).resolve())  # without our packages
     said = complaint(
         "run.sh", ENGINE="fastdeploy", PATH=f"{tmp_path}/bin:{os.environ['PATH']}", **with_fake_fastdeploy(tmp_path)
     )
@@ -253,7 +253,7 @@ def test_a_fastdeploy_without_our_backend_is_told_how_to_get_it(tmp_path: Path) 
     assert said.count("\n") == 1
 
 
-# Which model, and how long.
+# The model, and the maximum length.
 
 
 def checkpoint(folder: Path, **config: object) -> Path:
@@ -262,7 +262,7 @@ def checkpoint(folder: Path, **config: object) -> Path:
     return folder
 
 
-def told(lines: list[Line], flag: str) -> set[str]:
+def find_values(lines: list[Line], flag: str) -> set[str]:
     return {line.flags[line.flags.index(flag) + 1] for line in instances(lines, "engine.api_server")}
 
 
@@ -284,25 +284,25 @@ def told(lines: list[Line], flag: str) -> set[str]:
     ],
     ids=["shorter", "longer", "with a vision part", "longrope", "not said"],
 )
-def test_the_length_is_the_checkpoints(config: dict[str, object], length: str, tmp_path: Path) -> None:
+def test_the_length_is_that_of_the_checkpoint(config: dict[str, object], length: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", **config)
-    assert told(dry_run("run.sh", ENGINE="kvstore", MODEL_NAME=str(folder)), "--max-model-len") == {length}
+    assert find_values(dry_run("run.sh", ENGINE="kvstore", MODEL_NAME=str(folder)), "--max-model-len") == {length}
 
 
-def test_the_length_can_be_chosen(tmp_path: Path) -> None:
+def test_the_length_can_be_set(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "model", max_position_embeddings=131072)
     lines = dry_run("run_ha.sh", ENGINE="kvstore", MODEL_NAME=str(folder), MAX_MODEL_LEN="65536")
-    assert told(lines, "--max-model-len") == {"65536"}
+    assert find_values(lines, "--max-model-len") == {"65536"}
 
 
-def test_the_processes_are_told_the_folder_of_a_hubs_model(tmp_path: Path) -> None:
+def test_the_processes_get_the_folder_of_a_model_from_a_hub(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "Qwen" / "Small", max_position_embeddings=4096)
     lines = dry_run("run.sh", ENGINE="kvstore", MODEL_NAME="Qwen/Small", FD_MODEL_CACHE=str(tmp_path))
-    assert told(lines, "--model") == {str(folder)}
-    assert told(lines, "--max-model-len") == {"4096"}
+    assert find_values(lines, "--model") == {str(folder)}
+    assert find_values(lines, "--max-model-len") == {"4096"}
 
 
-def test_a_hubs_model_that_was_not_downloaded_is_said_in_one_sentence() -> None:
+def test_a_missing_model_of_a_hub_is_refused_in_one_sentence() -> None:
     said = complaint("run.sh", "--dry-run", ENGINE="kvstore", MODEL_NAME="Nobody/Has-This-0.5B")
     assert said.startswith("MODEL_NAME=Nobody/Has-This-0.5B: model 'Nobody/Has-This-0.5B' is not a folder on this")
     assert said.count("\n") == 1

@@ -1,4 +1,4 @@
-"""scripts/setup: does nothing when nothing is to be done, and says in one sentence what it cannot do."""
+"""scripts/setup: it does nothing if everything is installed, and prints one sentence if it cannot continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOLS = ("bash", "env", "dirname", "mkdir", "flock", "cat", "tail", "sha256sum",
 
 @pytest.fixture
 def bare_checkout(tmp_path: Path) -> Path:
-    """A checkout of nothing but the set-up, and beside it in ``bin`` a machine's tools without any Python."""
+    """A checkout with only scripts/setup, and a folder ``bin`` with the tools of a machine without Python."""
     checkout = tmp_path / "checkout"
     (checkout / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "setup", checkout / "scripts" / "setup")
@@ -47,7 +47,7 @@ def set_up(checkout: Path, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_a_second_run_has_nothing_to_do() -> None:
+def test_a_second_run_does_nothing() -> None:
     if not (ROOT / ".venv").exists():
         pytest.skip("this checkout has not been set up; scripts/test does that")
     set_up(ROOT)
@@ -55,16 +55,16 @@ def test_a_second_run_has_nothing_to_do() -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
-def test_a_machine_without_python_is_told_what_to_install(bare_checkout: Path) -> None:
+def test_without_python_the_message_says_what_to_install(bare_checkout: Path) -> None:
     ended = set_up(bare_checkout, PATH=str(bare_checkout.parent / "bin"))
     assert ended.returncode == 1
     assert "no Python 3.10 to 3.13 found; on Debian: apt-get install python3 python3-venv" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_python_without_venv_is_said_where_it_cannot_be_installed(bare_checkout: Path) -> None:
+def test_a_python_without_venv_is_refused_if_it_cannot_be_installed(bare_checkout: Path) -> None:
     tools = bare_checkout.parent / "bin"
-    # A Python as Debian ships it: everything but ensurepip. There is no apt-get in `tools`.
+    # A Python like Debian's, without ensurepip. `tools` has no apt-get.
     python = tools / "python3"
     python.write_text(f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -76,7 +76,7 @@ def test_a_python_without_venv_is_said_where_it_cannot_be_installed(bare_checkou
 
 
 def somebody_elses_venv(folder: Path) -> Path:
-    """As `uv venv` makes one: without pip, and without a stamp of the set-up's."""
+    """Make an environment like that of `uv venv`: without pip and without the stamp file of scripts/setup."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
     (folder / "pyvenv.cfg").write_text("uv = 0.9\n")
@@ -87,7 +87,7 @@ def listing(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def test_a_venv_that_somebody_else_made_is_left_as_it_is(bare_checkout: Path) -> None:
+def test_an_environment_of_another_program_is_not_changed(bare_checkout: Path) -> None:
     venv = somebody_elses_venv(bare_checkout / ".venv")
     before = listing(venv)
     ended = set_up(bare_checkout)
@@ -97,7 +97,7 @@ def test_a_venv_that_somebody_else_made_is_left_as_it_is(bare_checkout: Path) ->
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_venv_that_is_a_link_is_left_as_it_is(bare_checkout: Path) -> None:
+def test_an_environment_behind_a_link_is_not_changed(bare_checkout: Path) -> None:
     venv = somebody_elses_venv(bare_checkout.parent / "elsewhere")
     (venv / ".setup-stamp").write_text("of another checkout")
     (bare_checkout / ".venv").symlink_to(venv)
@@ -109,7 +109,7 @@ def test_a_venv_that_is_a_link_is_left_as_it_is(bare_checkout: Path) -> None:
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_venv_that_was_left_half_made_is_made_anew(bare_checkout: Path) -> None:
+def test_an_incomplete_environment_is_created_again(bare_checkout: Path) -> None:
     venv = bare_checkout / ".venv"
     venv.mkdir()
     (venv / ".setup-stamp").touch()
@@ -127,26 +127,26 @@ def test_a_venv_that_was_left_half_made_is_made_anew(bare_checkout: Path) -> Non
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 @pytest.mark.parametrize("name", [".venv", ".venv/bin/python"])
-def test_git_ignores_a_venv_even_if_it_is_a_link(name: str) -> None:
+def test_git_ignores_an_environment_also_behind_a_link(name: str) -> None:
     ended = subprocess.run(["git", "check-ignore", "-q", "--no-index", name], cwd=ROOT, check=False)
     if ended.returncode == 128:
         pytest.skip("this is no clone")
     assert ended.returncode == 0
 
 
-def test_what_is_installed_is_what_the_constraints_name() -> None:
+def test_the_installed_versions_are_those_of_the_constraints() -> None:
     differing = []
     for constraint in constraints():
         try:
             installed = Version(importlib.metadata.version(constraint.name)).public
         except importlib.metadata.PackageNotFoundError:
-            continue  # of another Python's
+            continue  # for another version of Python
         if not constraint.specifier.contains(installed):
             differing.append(f"{constraint}, but {installed} is installed")
     assert not differing
 
 
-def test_the_constraints_name_all_that_is_required_but_torch() -> None:
+def test_the_constraints_have_all_required_packages_except_torch() -> None:
     required = {
         canonicalize_name(requirement.name)
         for requirement in map(Requirement, importlib.metadata.requires("fastdeploy-kvstore") or ())
@@ -156,8 +156,8 @@ def test_the_constraints_name_all_that_is_required_but_torch() -> None:
     assert required - named == {"torch"}
 
 
-def test_the_constraints_fix_versions_of_any_build() -> None:
-    """A local version, such as of a build for CPUs, is not to be had elsewhere."""
+def test_the_constraints_have_no_local_versions() -> None:
+    """A local version, such as that of a build for CPUs, cannot be installed on other machines."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = re.compile(r'[\w.-]+==[\w.]+( ; python_version (>=|==) "3\.1[0-3]")?')
     assert [line for line in lines if not line.startswith("#") and not pinned.fullmatch(line)] == []
@@ -167,7 +167,7 @@ EXTRAS = ("mooncake", "engine", "dev")
 
 
 def constraints() -> list[Requirement]:
-    """The lines that hold for this Python."""
+    """Return the constraints for this Python."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     found = [Requirement(line) for line in lines if not line.startswith("#")]
     return [each for each in found if each.marker is None or each.marker.evaluate()]

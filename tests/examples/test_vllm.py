@@ -1,4 +1,4 @@
-"""examples/vllm: what it says where vLLM is not. With vLLM it is run by hand; see its README."""
+"""examples/vllm: its message without vLLM. Its README describes runs with vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.examples.script import ROOT
 
 
 @pytest.mark.parametrize("script", ["run.py", "run_pd.py", "run_kills.py"])
-def test_a_vllm_that_is_not_there_is_said_in_one_sentence(script: str) -> None:
+def test_without_vllm_one_sentence_says_how_to_install_it(script: str) -> None:
     ended = subprocess.run(
         [sys.executable, ROOT / "examples" / "vllm" / script],
         env={**os.environ, "VLLM": "/nonexistent"},
