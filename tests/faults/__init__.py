@@ -1,1 +1,1 @@
-"""Faults, injected and real: no wrong byte, no exception, no stall beyond a deadline."""
+"""Injected and real faults: they cause no wrong byte, no exception, and no wait beyond a deadline."""

@@ -1,4 +1,4 @@
-"""Blocks whose bytes follow from their hash, so that a reader can tell whether one is right."""
+"""Blocks with bytes that are a function of the hash, so that a reader can check them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NAMESPACE = Namespace("model", "float32", 4, 2, 2, 2, "layer,kv,head,token,dim")
 
 
 def conversation(number: int, blocks: int) -> list[bytes]:
-    """The hashes of a sequence that differs from any other number's."""
+    """Return the block hashes of a sequence, which differ for each number."""
     tokens = [number, *range(1, 4 * blocks)]
     return extend_block_hashes([], tokens, 4, root_hash())
 
 
 def right_bytes(block_hash: bytes, nbytes: int) -> bytes:
-    """The contents of the block of this hash."""
+    """Return the bytes of the block with this hash."""
     return (hashlib.sha512(block_hash).digest() * (nbytes // 64 + 1))[:nbytes]

@@ -1,4 +1,4 @@
-"""An instance of an engine as a pool sees it, in a process of its own: look up, load, save the rest."""
+"""A client of a pool in its own process, which does what an instance does: look up, load, save the rest."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["BLOCKS", "BLOCK_BYTES", "Client", "Owner", "run_request"]
 
 BLOCK_BYTES = 128 << 10
 BLOCKS = 4
-# An engine has other things to do between two requests, too.
+# A pause between two requests, as in an engine.
 _BETWEEN_S = 0.005
 
 T = TypeVar("T")
 
 
 class Owner(Peer):
-    """Only gives the pool its memory."""
+    """A process that only gives memory to the pool."""
 
     def __init__(self, config: PoolConfig) -> None:
         super().__init__(partial(open_store, config))
@@ -43,13 +43,13 @@ class Owner(Peer):
         return self
 
     def signal(self, number: signal.Signals) -> None:
-        """Send its process a signal, such as ``SIGSTOP``."""
+        """Send a signal, such as ``SIGSTOP``, to the process."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
 
 class Client(Peer):
-    """Works in its process with a guarded and checked pool of the configured store."""
+    """A process with a guarded and checked pool of the configured store."""
 
     def __init__(self, config: PoolConfig, folder: Path) -> None:
         super().__init__(partial(_open_guarded, config))
@@ -60,17 +60,17 @@ class Client(Peer):
         return self
 
     def request_each(self, numbers: Sequence[int]) -> Report:
-        """One request for each of these conversations, one after another."""
+        """Process one request for each of these conversations, in sequence."""
         return cast(Report, self.call(_run_requests, list(numbers)))
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Begin requests for these conversations in turn, over and over, until ``stop``."""
+        """Process requests for these conversations in turn, repeatedly, until ``stop``."""
         self._stop.unlink(missing_ok=True)
         self._progress.unlink(missing_ok=True)
         self.begin(_run_requests, list(numbers), self._stop, self._progress)
 
     def stop(self) -> Report:
-        """End the requests; the report on them."""
+        """End the requests, and return the report about them."""
         self._stop.touch()
         assert self._mine.poll(60), "the client hangs"
         return cast(Report, self._mine.recv())
@@ -81,7 +81,7 @@ class Client(Peer):
         wait_until(lambda: self._figure(figure) >= start + more, f"{more} more {figure}", deadline_s)
 
     def is_ready(self) -> bool:
-        """Whether its breaker is closed."""
+        """Return whether the breaker is closed."""
         return cast(bool, self.call(_is_ready))
 
     def _figure(self, name: str) -> int:
@@ -127,7 +127,7 @@ def _run_requests(
 def run_request(
     pool: BlockPool, mover: Mover, hashes: list[bytes], report: Report, after_lookup: Callable[[], object] | None = None
 ) -> None:
-    """Look up, load, compare, save the blocks that could not be loaded."""
+    """Look up blocks, load and compare them, and save those that were not loaded."""
     present = _time_call(report, lambda: pool.lookup(hashes))
     if after_lookup is not None:
         after_lookup()

@@ -1,4 +1,4 @@
-"""A process that ends although one kind of call to its store never returns: ``python -m tests.faults.hanging CALL``."""
+"""A process with a store whose calls of one kind never return: ``python -m tests.faults.hanging CALL``. It must end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BRIEF = Deadlines(0.2, 0.2, clear_seconds=0.2, register_seconds=0.2)
 
 
 class HangingStore(MemoryStore):
-    """Calls of one name never return."""
+    """A store in which the calls with one name never return."""
 
     def __init__(self, hangs: str) -> None:
         super().__init__(1 << 24)
@@ -73,12 +73,12 @@ class HangingStore(MemoryStore):
 
 
 def values(memory: Memory) -> list[Value]:
-    """The memory of all blocks."""
+    """Return the memory of all blocks."""
     return [(Span(memory.address + i * SIZE, SIZE),) for i in range(COUNT)]
 
 
 def open_guard(hangs: str) -> GuardedBackend:
-    """A stack over a store that hangs in one kind of call; headers are registered already."""
+    """Open a stack over a store that hangs in one kind of call. The memory of headers is registered already."""
     store = HangingStore("")
     checked = CheckedBackend(store)
     memory = Memory(COUNT * SIZE)
@@ -90,14 +90,14 @@ def open_guard(hangs: str) -> GuardedBackend:
 
 
 def in_parts(call: str) -> None:
-    """A batch in parts, each of which hangs on a thread of its own."""
+    """Call a batch in parts, which hang in threads of their own."""
     parts._PART_BYTES, parts._THREADS, parts._PARTS, parts._QUICK, parts._SLOW = SIZE, 4, 8, 0.0, 0.0
     guard, memory = open_guard(""), Memory(COUNT * SIZE)
     checked = guard._store
     assert isinstance(checked, CheckedBackend)
     store = checked._store
     assert isinstance(store, HangingStore)
-    assert all(guard.get(KEYS, values(memory)))  # it is quick from now on
+    assert all(guard.get(KEYS, values(memory)))  # the later calls are fast
     assert all(guard.put([f"{key}+" for key in KEYS], values(memory)))
     store.hangs = call
     answer = (
@@ -107,13 +107,13 @@ def in_parts(call: str) -> None:
 
 
 def register_and_take_back(guard: GuardedBackend, memory: Memory) -> None:
-    """Two calls, of which the second hangs."""
+    """Register memory, then unregister it, which hangs."""
     guard.register(memory.address, memory.nbytes)
     guard.unregister(memory.address, memory.nbytes)
 
 
 def at_once(call: str) -> None:
-    """One call of the guard, and its end."""
+    """Make one call of the guard, and wait for its end."""
     guard, memory = open_guard(call), Memory(COUNT * SIZE)
     ask: dict[str, Callable[[], object]] = {
         "put": lambda: guard.put(["a"], [memory.value]),
@@ -132,14 +132,14 @@ def at_once(call: str) -> None:
 
 
 def opening() -> None:
-    """A store that cannot be opened, as opening it hangs."""
+    """Open a store, which hangs."""
     guard = GuardedBackend(lambda: threading.Event().wait() and HangingStore(""), BRIEF)  # type: ignore[arg-type,return-value]
     assert guard.exists(["a"]) == [Status.FAILED]
     guard.close()
 
 
 def writing_behind() -> None:
-    """A writer in the background."""
+    """Write in the background."""
     behind, memory = WriteBehindBackend(open_guard("put"), arena_bytes=1 << 16, flush_seconds=0.1), Memory(100)
     assert behind.put(["a"], [memory.value]) == [Status.OK]
     assert not behind.flush_writes(1.0)
@@ -147,7 +147,7 @@ def writing_behind() -> None:
 
 
 def transferring(kind: str) -> None:
-    """A load or a save of an engine, whose pool has no deadline: it never ends."""
+    """Start a load or a save with a pool without a deadline, so that it never ends."""
     memory = Memory(COUNT * SIZE)
     store = HangingStore(kind)
     begun = store.hanging
@@ -171,7 +171,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "load": lambda: transferring("get"),
     "save": lambda: transferring("put"),
 }
-"""What hangs in the process, by the argument that asks for it."""
+"""The functions that hang, by the argument of the command line."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A store whose transfers a test holds at the door: before a byte of theirs was read or written."""
+"""A store whose transfers a test can delay before they read or write a byte."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["Held"]
 
 
 class Held(Wrapper):
-    """Passes on everything; from ``hold`` to ``let_go`` puts and gets wait before they are passed on."""
+    """A wrapper whose puts and gets wait between ``hold`` and ``let_go``."""
 
     def __init__(self, store: StorageBackend) -> None:
         super().__init__(store)
         self.waiting = threading.Event()
-        """Set when a call waits."""
+        """Set while a call waits."""
         self._go = threading.Event()
         self.let_go()
 
     def hold(self) -> None:
-        """Let puts and gets wait from now on."""
+        """Make puts and gets wait from now on."""
         self.waiting.clear()
         self._go.clear()
 
     def let_go(self) -> None:
-        """Pass on all calls, those that wait too."""
+        """Let all calls continue, also those that wait."""
         self._go.set()
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:

@@ -1,6 +1,6 @@
-"""A store that does wrong on demand, as a transport, a master or another client may.
+"""A store with injected faults, such as those of a transport, a master or another client.
 
-It stands in for pools that break in ways that cannot be brought about on purpose at the right moment.
+It simulates faults that a test cannot cause at the right time in a real pool.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ class Fault(enum.Enum):
 
     NOTHING = enum.auto()
     FAILED = enum.auto()
-    """Nothing is done, and said to have failed."""
+    """The call does nothing, and reports a failure."""
     FAILED_HALF_WAY = enum.auto()
-    """A read leaves rubbish in its targets and fails; a write is done and fails."""
+    """A read writes wrong bytes to its targets and fails. A write succeeds, but reports a failure."""
     FAILED_FOR_SOME = enum.auto()
-    """Every other key fails, the others are served."""
+    """Every second key fails."""
     FALSE_ABSENT = enum.auto()
-    """A present key is said not to be there."""
+    """A present key is reported as absent."""
     FALSE_OK = enum.auto()
-    """``OK``, and nothing was done: a lost write, a read that never came."""
+    """``OK``, but nothing was read or written."""
     SHORT_READ = enum.auto()
-    """``OK``, and only the first half of each value came."""
+    """``OK``, but only the first half of each value was read."""
     FLIPPED_BIT = enum.auto()
-    """``OK``, and one bit of each value is another."""
+    """``OK``, but one bit of each value is wrong."""
     STALE = enum.auto()
-    """``OK``, and each value is another key's, whole."""
+    """``OK``, but each value is the whole value of another key."""
     FEWER_ANSWERS = enum.auto()
-    """One answer is missing."""
+    """One status is missing."""
     RAISES = enum.auto()
-    """The store raises, which it never may."""
+    """The store raises an exception, which is not allowed."""
     HANGS = enum.auto()
-    """The call waits until ``go_on``; then a read puts rubbish into its targets and says ``OK``."""
+    """The call waits until ``go_on``. Then a read writes wrong bytes to its targets, and returns ``OK``."""
 
 
 class FaultInjector(StorageBackend):
-    """A sound store behind faults: each call meets the next fault of ``faults``, then none."""
+    """A wrapper of a correct store. Each call gets the next fault of ``faults``, and none after the last."""
 
     def __init__(self, sound: StorageBackend, faults: Sequence[Fault] = ()) -> None:
         self.faults = list(faults)
         self.calls: list[str] = []
-        """Which calls were made, in order."""
+        """The names of the calls, in order."""
         self.hanging = threading.Semaphore(0)
         """Released by every call that begins to hang."""
         self._sound = sound
         self._go = threading.Event()
 
     def go_on(self) -> None:
-        """Calls that hang go on, and none hangs from now on."""
+        """Let the hanging calls continue, and no further call hang."""
         self._go.set()
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:

@@ -1,5 +1,7 @@
-"""``python -m tests.faults.joiner KIND SETTINGS``: joins a pool as one of its users does, stores its first values, and
-stays until it is killed. It says ``started`` when it has, and ends with a traceback where it cannot."""
+"""``python -m tests.faults.joiner KIND SETTINGS``: joins a pool as one kind of client, and stores its first values.
+
+Then it prints ``started``, and waits until it is killed. If a step fails, it ends with a traceback.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _BLOCK_BYTES = 128 << 10
 
 
 def _join_as_pool(settings: dict[str, Any]) -> object:
-    """Our own way: every block that is put comes back."""
+    """Join as our own backend. Each put block must be read back."""
     backend = open_backend(load_config("mooncake", explicit=settings, environ={}), background=False)
     for _ in range(_BLOCKS):
         key, source, target = secrets.token_hex(8), Memory(secrets.token_bytes(_BLOCK_BYTES)), Memory(_BLOCK_BYTES)
@@ -37,26 +39,26 @@ def _join_as_pool(settings: dict[str, Any]) -> object:
 
 
 def _activate() -> None:
-    """Put our client in the place of Mooncake's, as in a child of an engine that serves ``KVSTORE_MODEL``."""
+    """Replace Mooncake's client by ours, as in a child of an engine that serves ``KVSTORE_MODEL``."""
     os.environ["FD_PLUGINS"] = "kvstore"
     start_under(engine_of(os.environ["KVSTORE_MODEL"]), pytest.MonkeyPatch())
     activate()
 
 
 def _join_as_fastdeploy(settings: dict[str, Any]) -> object:
-    """FastDeploy's older storage class over our client, with the warm-up that it asserts."""
+    """Join as FastDeploy's older storage class with our client. The class asserts that its warm-up succeeds."""
     _activate()
     return OneClass(settings)
 
 
 def _join_as_newer_fastdeploy(settings: dict[str, Any]) -> object:
-    """FastDeploy's newer pair of classes over our client."""
+    """Join as FastDeploy's two newer classes with our client."""
     _activate()
     return SchedulerAndWorker(settings)
 
 
 def _join_without_memory(settings: dict[str, Any]) -> object:
-    """FastDeploy's older class told to give the pool none of its memory."""
+    """Join as FastDeploy's older class, without memory for the pool."""
     _activate()
     return OneClass(settings, segment=0)
 
@@ -66,7 +68,7 @@ KINDS = {
     "fastdeploy": _join_as_fastdeploy,
     "fastdeploy-newer": _join_as_newer_fastdeploy,
     "fastdeploy-without-memory": _join_without_memory,
-    "mooncake": OneClass,  # the same warm-up over Mooncake's own client, which we cannot mend: for comparison
+    "mooncake": OneClass,  # the same warm-up with Mooncake's own client, for comparison
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An engine that does not wait for the pool, as far as its memory goes: loads and saves on their way, blocks kept."""
+"""The memory of an engine that does not wait for the pool: it holds blocks during loads and saves."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _DEADLINE_SECONDS = 60.0
 
 
 class Mover:
-    """Moves blocks of one size by ``Transfers``, and keeps the memory of each until it is released.
+    """Loads and saves blocks with ``Transfers``, and holds the memory of each block until it is released.
 
     Args:
-        pool: left open.
-        nbytes: of a block.
+        pool: the pool, which remains open.
+        nbytes: size of a block.
     """
 
     def __init__(self, pool: BlockPool, nbytes: int) -> None:
         self._nbytes = nbytes
         self._numbers = itertools.count()
-        self._memory: dict[int, Memory] = {}  # by block, until it is released
+        self._memory: dict[int, Memory] = {}  # by block, until its release
         self._transfers = Transfers(pool, DirectMemory(self._values, lambda _: None), lambda event: event())
 
     @property
     def num_held(self) -> int:
-        """Blocks that were not released yet."""
+        """The number of blocks that are not released yet."""
         return len(self._memory)
 
     def load(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """The contents of the leading blocks that could be read."""
+        """Return the bytes of the leading blocks that could be read."""
         blocks = self._take([Memory(self._nbytes) for _ in hashes])
         targets = [self._memory[block] for block in blocks]
         ended: list[Outcome] = []
@@ -46,7 +46,7 @@ class Mover:
         return [target.content for target in targets[: ended[0].count]]
 
     def save(self, hashes: Sequence[bytes], contents: Sequence[bytes]) -> int:
-        """How many blocks the pool has now."""
+        """Return the number of leading blocks that the pool has after the save."""
         blocks = self._take(list(map(Memory, contents)))
         ended: list[Outcome] = []
         is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""A store of which one call goes wrong, whichever it is: the n-th, counted over all kinds of calls."""
+"""A store whose n-th call fails, counted over all kinds of calls."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ How = Literal["raises", "hangs"]
 
 
 class NthCall(Wrapper):
-    """Passes on every call but the n-th, which raises, or waits until ``let_go`` and is passed on then.
+    """A wrapper whose n-th call raises an exception, or waits until ``let_go``.
 
     Args:
-        store: sound.
-        number: of that call, from 0 on; -1: none goes wrong.
-        how: what happens to it.
+        store: a correct store.
+        number: the number of that call, from 0 on; -1 for none.
+        how: whether the call raises or hangs.
     """
 
     def __init__(self, store: StorageBackend, number: int = -1, how: How = "raises") -> None:
         super().__init__(store)
         self.number, self.how = number, how
         self.count = 0
-        """How many calls were made."""
+        """The number of calls."""
         self.is_closed = False
         self._lock = threading.Lock()
         self._go = threading.Event()
 
     def let_go(self) -> None:
-        """Let the call that hangs go on."""
+        """Let the hanging call continue."""
         self._go.set()
 
     def _go_wrong(self) -> None:
@@ -66,16 +66,16 @@ class NthCall(Wrapper):
         return super().remove(keys, force=force)
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        """Go wrong, or register."""
+        """Fail, or register."""
         self._go_wrong()
         super().register(address, nbytes, headroom=headroom)
 
     def unregister(self, address: int, nbytes: int) -> None:
-        """Go wrong, or unregister."""
+        """Fail, or unregister."""
         self._go_wrong()
         super().unregister(address, nbytes)
 
     def close(self) -> None:
-        """Close the store, whatever went wrong before."""
+        """Close the store, also after a failure."""
         self.is_closed = True
         super().close()

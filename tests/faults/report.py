@@ -1,4 +1,4 @@
-"""The cost of faults to callers, and starts after crashes, collected over a run and printed at its end."""
+"""Figures of a test run, printed at its end: the effects of faults on callers, and the starts after crashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["REPORTS", "STARTS", "Report", "starts_table", "table"]
 
 @dataclass
 class Report:
-    """The requests that met one fault."""
+    """Figures of the requests during a fault."""
 
     fault: str = ""
     tried: int = 0
@@ -22,11 +22,11 @@ class Report:
 
 REPORTS: list[Report] = []
 STARTS: dict[str, tuple[int, int]] = {}
-"""By who started after another's crash: how many starts succeeded, and of how many."""
+"""The numbers of successful starts and of all starts after a crash, by the kind of process."""
 
 
 def table() -> Iterator[str]:
-    """A heading and one line a fault."""
+    """Yield a heading, and a line for each fault."""
     yield f"{'fault':<52}{'requests':>9}{'hits':>7}{'wrong bytes':>13}{'exceptions':>12}{'longest stall ms':>18}"
     for row in REPORTS:
         stall = f"{row.longest_stall_s * 1000:.0f}"
@@ -34,6 +34,6 @@ def table() -> Iterator[str]:
 
 
 def starts_table() -> Iterator[str]:
-    """One line for each kind of process that was started."""
+    """Yield a line for each kind of process."""
     for name, (started, tried) in STARTS.items():
         yield f"{name:<52}{started:>4} of {tried} started"

@@ -1,4 +1,4 @@
-"""With any fault of a store, its wrappers never deliver a wrong byte as ``OK``, never raise, never wait for ever."""
+"""With any fault of a store, its wrappers never return a wrong byte as ``OK``, never raise, and never wait forever."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.memory import Memory
 from tests.support.waiting import wait_until
 
 NBYTES = 300
-# Short, as examples with a call that hangs wait this long; a sound call that takes longer counts as failed, no more.
+# Short, because each example with a hanging call waits for this time. A slow correct call only counts as failed.
 DEADLINES = Deadlines(lookup_seconds=0.05, transfer_seconds=0.05)
 BLOCKS = conversation(0, 6)
 
@@ -57,7 +57,7 @@ def pool_over(injector: FaultInjector, wrap: Callable[[StorageBackend], StorageB
 
 
 def save(pool: BlockPool, blocks: Sequence[bytes]) -> list[Status]:
-    """Save blocks from memory that is somebody else's as soon as the call has returned."""
+    """Save blocks from memory that changes as soon as the call has returned."""
     sources = [Memory(right_bytes(block, NBYTES)) for block in blocks]
     statuses = pool.save(blocks, [source.value for source in sources])
     for source in sources:
@@ -66,7 +66,7 @@ def save(pool: BlockPool, blocks: Sequence[bytes]) -> list[Status]:
 
 
 def check_load(pool: BlockPool, blocks: Sequence[bytes]) -> int:
-    """How many blocks could be read; every one of them is right."""
+    """Return the number of blocks that could be read; assert that all are right."""
     targets = [Memory(NBYTES) for _ in blocks]
     count = count_leading(pool.get_blocks(blocks, [target.value for target in targets]))
     assert [target.content for target in targets[:count]] == [right_bytes(block, NBYTES) for block in blocks[:count]]
@@ -94,7 +94,7 @@ def run_step(pool: BlockPool, step: str, blocks: Sequence[bytes]) -> None:
 @pytest.mark.parametrize("wrap", [build_stack, build_tiers], ids=["one store", "two tiers"])
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(faults=no_hangs, steps=steps)
-def test_no_wrong_byte_and_no_exception_whatever_a_store_answers(
+def test_no_response_of_a_store_causes_a_wrong_byte_or_an_exception(
     wrap: Callable[[StorageBackend, bool], StorageBackend],
     asynchronous: bool,
     faults: list[Fault],
@@ -108,9 +108,9 @@ def test_no_wrong_byte_and_no_exception_whatever_a_store_answers(
 
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(faults=any_faults, steps=steps)
-def test_every_call_returns_while_the_store_hangs(faults: list[Fault], steps: list[tuple[str, list[bytes]]]) -> None:
+def test_each_call_returns_while_the_store_hangs(faults: list[Fault], steps: list[tuple[str, list[bytes]]]) -> None:
     injector = FaultInjector(MemoryStore(1 << 20), [*faults, Fault.HANGS])
-    # Nothing lets the hanging calls go on before all steps are through: that they are is the assertion.
+    # The test succeeds if all steps end while the calls hang.
     with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         mover = Mover(pool, NBYTES)
         for step, blocks in steps:
@@ -126,7 +126,7 @@ def test_every_call_returns_while_the_store_hangs(faults: list[Fault], steps: li
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED_BIT, Fault.SHORT_READ, Fault.STALE, Fault.FALSE_OK])
-def test_a_lie_is_a_miss_and_what_was_removed_for_it_can_be_saved_again(fault: Fault) -> None:
+def test_a_wrong_value_is_a_miss_and_can_be_saved_again_after_its_removal(fault: Fault) -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
     with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         assert all(save(pool, BLOCKS))
@@ -139,14 +139,14 @@ def test_a_lie_is_a_miss_and_what_was_removed_for_it_can_be_saved_again(fault: F
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED_BIT, Fault.FALSE_OK])
-def test_what_a_write_lost_or_damaged_is_a_miss(fault: Fault) -> None:
+def test_a_value_that_a_write_lost_or_damaged_is_a_miss(fault: Fault) -> None:
     injector = FaultInjector(MemoryStore(1 << 20), [Fault.NOTHING, fault])
     with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         save(pool, BLOCKS)
         assert check_load(pool, BLOCKS) == 0
 
 
-def test_a_load_that_hangs_delivers_nothing_and_its_memory_is_released_when_it_ended() -> None:
+def test_a_hanging_load_returns_no_block_and_its_memory_is_released_after_its_end() -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
     with pool_over(injector, lambda store: build_stack(store, False)) as pool:
         save(pool, BLOCKS)
@@ -161,7 +161,7 @@ def test_a_load_that_hangs_delivers_nothing_and_its_memory_is_released_when_it_e
         wait_until(lambda: mover.num_held == 0, "the release")
 
 
-def test_callers_at_once_are_all_answered_while_the_store_hangs() -> None:
+def test_all_concurrent_calls_return_while_the_store_hangs() -> None:
     injector = FaultInjector(MemoryStore(1 << 20), [Fault.HANGS] * 50)
     targets = [[Memory(NBYTES) for _ in BLOCKS] for _ in range(30)]
     with pool_over(injector, lambda store: build_stack(store, False)) as pool:
@@ -178,11 +178,11 @@ def test_callers_at_once_are_all_answered_while_the_store_hangs() -> None:
 
 
 class TestMemoryOfBlockingCalls:
-    """When a call of ``BlockPool`` returns, the memory is the caller's again, even if it hung meanwhile."""
+    """After a call of ``BlockPool`` returns, the caller may reuse the memory, even if the call hangs in the store."""
 
     @pytest.fixture
     def held(self) -> Iterator[Held]:
-        # Around the checks: a late put has not even computed its checksum when its caller is answered.
+        # Outside of the checks, so that a late put has not computed its checksum when its caller continues.
         backend = Held(CheckedBackend(MemoryStore(1 << 20)))
         yield backend
         backend.let_go()
@@ -195,7 +195,7 @@ class TestMemoryOfBlockingCalls:
             yield opened
 
     @pytest.mark.parametrize("call", ["save", "put_blocks"])
-    def test_a_late_put_stores_nothing_of_what_came_into_its_memory_after_the_call(
+    def test_a_late_put_does_not_store_bytes_that_were_written_after_the_call(
         self, pool: BlockPool, held: Held, call: Literal["save", "put_blocks"]
     ) -> None:
         held.hold()
@@ -230,7 +230,7 @@ class TestMemoryOfBlockingCalls:
         assert check_load(pool, BLOCKS) == len(BLOCKS)
         assert {target.content for target in targets} == {b"\xcc" * NBYTES}
 
-    def test_a_look_up_never_waits_for_a_late_call(self, pool: BlockPool, held: Held) -> None:
+    def test_a_look_up_does_not_wait_for_a_late_call(self, pool: BlockPool, held: Held) -> None:
         held.hold()
         source = Memory(NBYTES)
         with ThreadPoolExecutor(1) as thread:

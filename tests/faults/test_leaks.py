@@ -1,4 +1,4 @@
-"""Whichever call of a store goes wrong, everything that was taken is given back: blocks, buffers, room, threads."""
+"""After a failure of any call of a store, all resources are released: blocks, buffers, memory, threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.waiting import wait_until
 
 BLOCKS, NBYTES = 6, 64
 HASHES = conversation(0, BLOCKS)
-# More calls than any of these makes.
+# More than the number of calls in each of these tests.
 MANY = 1000
 
 
@@ -44,8 +44,8 @@ def _brief_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays() -> Iterator[None]:
-    """As many threads of ours and as many open files as before."""
+def _no_leaks() -> Iterator[None]:
+    """Assert that the numbers of our threads and of open files do not grow."""
     before, files = pool_threads(), os.listdir("/proc/self/fd")
     yield
     gc.collect()
@@ -58,7 +58,7 @@ def pool_threads() -> set[threading.Thread]:
 
 
 class Bench:
-    """A stack over stores of which one goes wrong, as often as there are calls."""
+    """A stack over stores of which one call fails."""
 
     def __init__(self, number: int, how: How) -> None:
         self.strict = StrictStore(MemoryStore(1 << 20))
@@ -74,8 +74,8 @@ class Bench:
 
 
 def for_each_call(how: How, run: Callable[[Bench], None]) -> None:
-    """Run once for every call that it makes, with that call going wrong."""
-    sound = Bench(MANY, "raises")  # its deadline is long, so that a busy machine changes nothing
+    """Call ``run`` once for each of its calls of the store, with a failure of this call."""
+    sound = Bench(MANY, "raises")  # a long deadline, so that a busy machine has no effect
     run(sound)
     assert 4 < sound.store.count < MANY
     for number in range(sound.store.count):
@@ -103,30 +103,30 @@ def staged(_: Memory, pool: BlockPool) -> TransferMemory:
 
 @HOW
 @pytest.mark.parametrize("open_memory", [direct, staged])
-def test_every_block_of_a_transfer_comes_back_once(
+def test_each_block_of_a_transfer_is_released_once(
     how: How, open_memory: Callable[[Memory, BlockPool], TransferMemory]
 ) -> None:
     def run(bench: Bench) -> None:
-        memory, heard = Memory(BLOCKS * NBYTES), Counter[str]()
+        memory, ended = Memory(BLOCKS * NBYTES), Counter[str]()
         pool = BlockPool(bench.guard(), NAMESPACE)
         pool.register(memory.address, memory.nbytes)
         window = open_memory(memory, pool)
         transfers = Transfers(pool, window, lambda callback: callback())
 
         def on_end(outcome: Outcome) -> None:
-            heard["end"] += 1
+            ended["end"] += 1
 
         def on_release() -> None:
-            heard["release"] += 1
+            ended["release"] += 1
 
         for number, name in enumerate(("save", "load", "load"), 1):
             getattr(transfers, name)(HASHES, range(BLOCKS), on_end, on_release)
-            wait_until(lambda number=number: heard["end"] == number, "the end of a transfer")  # type: ignore[misc]
+            wait_until(lambda number=number: ended["end"] == number, "the end of a transfer")  # type: ignore[misc]
         bench.store.let_go()
-        wait_until(lambda: heard["release"] == 3, "all blocks to be released")
+        wait_until(lambda: ended["release"] == 3, "all blocks to be released")
         assert pool.wait_for_late_calls(30)
         for ring in rings_of(window):
-            wait_until(lambda ring=ring: len(ring._free) == 2, "all buffers to be back")  # type: ignore[misc]
+            wait_until(lambda ring=ring: len(ring._free) == 2, "all buffers to be free")  # type: ignore[misc]
             ring.close()
         pool.unregister(memory.address, memory.nbytes)
         guard = pool.stack
@@ -135,7 +135,7 @@ def test_every_block_of_a_transfer_comes_back_once(
         wait_until(lambda: len(bench.strict.registered.regions) <= 1, "all but the headers' to be unregistered")
         transfers.close()
         wait_until(lambda: bench.store.is_closed, "the store to be closed")
-        assert heard == {"end": 3, "release": 3}
+        assert ended == {"end": 3, "release": 3}
 
     for_each_call(how, run)
 
@@ -166,7 +166,7 @@ def alone(bench: Bench) -> StorageBackend:
 
 @HOW
 @pytest.mark.parametrize("open_stack", [alone, behind, tiered_through, tiered_fast, tiered_back])
-def test_room_headers_and_late_calls_are_given_back(how: How, open_stack: Callable[[Bench], StorageBackend]) -> None:
+def test_memory_headers_and_late_calls_are_released(how: How, open_stack: Callable[[Bench], StorageBackend]) -> None:
     def run(bench: Bench) -> None:
         memory, keys = Memory(BLOCKS * NBYTES), [NAMESPACE.key(each) for each in HASHES]
         values = [(Span(memory.address + i * NBYTES, NBYTES),) for i in range(BLOCKS)]
@@ -191,7 +191,7 @@ def test_room_headers_and_late_calls_are_given_back(how: How, open_stack: Callab
 
 
 @HOW
-def test_memory_for_gathering_is_given_back(how: How) -> None:
+def test_memory_for_gathering_is_released(how: How) -> None:
     def run(bench: Bench) -> None:
         guard = bench.guard()
         buffers = _Buffers(guard)
@@ -208,7 +208,7 @@ def test_memory_for_gathering_is_given_back(how: How) -> None:
 
 
 class NthDevice(StandInDevice):
-    """The host as a device, of which one call raises: the n-th, of allocating, opening a stream or queueing a copy."""
+    """The host as a device whose n-th allocation, opening of a stream or queueing of a copy raises an exception."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -240,8 +240,8 @@ class NthDevice(StandInDevice):
         return super().allocate_host(nbytes)
 
 
-def test_buffers_come_back_whatever_call_of_the_device_fails(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("CRITICAL")  # a record of an exception would keep all that its frames refer to
+def test_buffers_are_released_after_a_failure_of_any_call_of_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")  # a log record of an exception would hold references to its frames
     number = count = 0
     while number <= count:
         device = NthDevice(number)
@@ -251,8 +251,8 @@ def test_buffers_come_back_whatever_call_of_the_device_fails(caplog: pytest.LogC
 
 
 def move_blocks_by(device: NthDevice) -> None:
-    """A save and a load, where memory can be staged at all; nothing is out of its place afterwards."""
-    strict, heard = StrictStore(MemoryStore(1 << 20)), list[int]()
+    """Save and load if memory can be staged; then assert that all buffers are free."""
+    strict, ended = StrictStore(MemoryStore(1 << 20)), list[int]()
     pool = BlockPool(strict, NAMESPACE)
     kv = KVTensors([torch.zeros(BLOCKS, NBYTES, dtype=torch.uint8)], BLOCKS)
     try:
@@ -263,16 +263,16 @@ def move_blocks_by(device: NthDevice) -> None:
     transfers = Transfers(pool, memory, lambda callback: callback())
     for number, name in enumerate(("save", "load"), 1):
         getattr(transfers, name)(
-            HASHES, range(BLOCKS), lambda outcome: heard.append(outcome.count), lambda: heard.append(-1)
+            HASHES, range(BLOCKS), lambda outcome: ended.append(outcome.count), lambda: ended.append(-1)
         )
-        wait_until(lambda number=number: len(heard) == 2 * number, "the end of a transfer")  # type: ignore[misc]
+        wait_until(lambda number=number: len(ended) == 2 * number, "the end of a transfer")  # type: ignore[misc]
     assert [len(ring._free) for ring in rings_of(memory)] == [2, 2]
     transfers.close()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("has_fast", [False, True])
-def test_a_stack_that_cannot_be_opened_to_the_end_leaves_no_store_open(
+def test_after_a_failed_opening_of_a_stack_no_store_is_open(
     monkeypatch: pytest.MonkeyPatch, is_async: bool, has_fast: bool
 ) -> None:
     opened: list[NthCall] = []

@@ -1,7 +1,7 @@
-"""Real faults of real processes: masters, owners of memory and writers that are killed, stopped, restarted, full.
+"""Faults of real processes: masters, owners of memory and writers are killed, stopped, restarted or full.
 
-The figures of every fault are printed at the end of the run. Memory of calls that were given up is kept until it is
-released, as an engine does.
+The figures of each fault are printed at the end of the run. As in an engine, the memory of calls that exceeded their
+deadline is held until its release.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.mooncake import MooncakeMaster
 from tests.support.mooncake import mooncake_master as running_mooncake_master
 from tests.support.processes import Child, child
 
-# Enough for a save: a look-up and a transfer, each up to its deadline; ten times that, as the machine may be busy.
+# Ten times the time of a save with a look-up and a transfer up to their deadlines, because the machine may be busy.
 MAX_STALL_SECONDS = 10 * (Deadlines().lookup_seconds + Deadlines().transfer_seconds)
 NUMBERS = range(8)
 
@@ -40,7 +40,7 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 
 
 def record_report(fault: str, report: Report) -> Report:
-    """Put the report in the table, and hold it to the promises that stand for every fault."""
+    """Add the report to the table, and assert the rules for all faults."""
     report.fault = fault
     REPORTS.append(report)
     assert report.tried > 0
@@ -51,21 +51,21 @@ def record_report(fault: str, report: Report) -> Report:
 
 @contextlib.contextmanager
 def restart_master(master: MooncakeMaster, log: Path) -> Iterator[Child]:
-    """The same master again after it was killed."""
+    """Start the killed master again."""
     with child(master.process.argv, log) as process:
         yield process
 
 
 @contextlib.contextmanager
 def reading_client(config: PoolConfig, folder: Path) -> Iterator[Client]:
-    """A client that asks for the same conversations over and over, and has found them in the pool."""
+    """Run a client that repeats requests for the same conversations, after it has found them in the pool."""
     with Client(config, folder) as client:
         client.start(NUMBERS)
         client.wait_for("hits", 20)
         yield client
 
 
-def test_a_master_that_is_killed_is_a_miss_and_used_again_after_its_restart(
+def test_blocks_of_a_killed_master_are_misses_and_the_restarted_master_is_used(
     master: MooncakeMaster, tmp_path: Path
 ) -> None:
     with reading_client(master.config(), tmp_path) as client:
@@ -79,7 +79,7 @@ def test_a_master_that_is_killed_is_a_miss_and_used_again_after_its_restart(
             record_report("master killed, then restarted; hits return", client.stop())
 
 
-def test_a_master_that_hangs_and_goes_on_is_used_again(master: MooncakeMaster, tmp_path: Path) -> None:
+def test_a_master_that_hangs_and_continues_is_used_again(master: MooncakeMaster, tmp_path: Path) -> None:
     with reading_client(master.config(), tmp_path) as client:
         master.process.signal(signal.SIGSTOP)
         client.wait_for("tried", 200)
@@ -89,14 +89,14 @@ def test_a_master_that_hangs_and_goes_on_is_used_again(master: MooncakeMaster, t
         record_report("master stopped, then continued; hits return", client.stop())
 
 
-def test_the_death_of_who_holds_the_bytes_during_reads_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
+def test_blocks_are_misses_after_the_death_of_their_owner_during_reads(master: MooncakeMaster, tmp_path: Path) -> None:
     with Owner(master.config()) as owner, reading_client(master.config(global_segment_size=0), tmp_path) as client:
         owner.kill()
         client.wait_for("tried", 20)
         record_report("owner of the memory killed during reads", client.stop())
 
 
-def test_an_owner_of_the_bytes_that_hangs_during_reads_is_a_miss(master: MooncakeMaster, tmp_path: Path) -> None:
+def test_blocks_are_misses_while_their_owner_hangs_during_reads(master: MooncakeMaster, tmp_path: Path) -> None:
     with Owner(master.config()) as owner, reading_client(master.config(global_segment_size=0), tmp_path) as client:
         owner.signal(signal.SIGSTOP)
         client.wait_for("tried", 100)
@@ -105,7 +105,7 @@ def test_an_owner_of_the_bytes_that_hangs_during_reads_is_a_miss(master: Mooncak
         record_report("owner of the memory stopped, then continued", client.stop())
 
 
-def test_a_full_pool_with_everything_leased_still_serves_what_it_has(tmp_path: Path) -> None:
+def test_a_full_pool_with_leases_of_all_blocks_serves_its_blocks(tmp_path: Path) -> None:
     with (
         running_mooncake_master(tmp_path / "master.log", "--default_kv_lease_ttl=60000") as master,
         Client(master.config(global_segment_size="16MiB"), tmp_path) as client,
@@ -119,9 +119,7 @@ def test_a_full_pool_with_everything_leased_still_serves_what_it_has(tmp_path: P
         assert client.is_ready()
 
 
-def test_a_writer_that_is_killed_in_the_middle_of_a_put_leaves_no_half_block(
-    master: MooncakeMaster, tmp_path: Path
-) -> None:
+def test_a_writer_that_is_killed_during_a_put_leaves_no_partial_block(master: MooncakeMaster, tmp_path: Path) -> None:
     numbers = range(30)
     with Owner(master.config()), Client(master.config(global_segment_size=0), tmp_path) as reader:
         with Client(master.config(global_segment_size=0), tmp_path) as writer:
@@ -142,7 +140,7 @@ def test_a_block_evicted_between_look_up_and_load_is_a_miss(master: MooncakeMast
         assert client.request_each(NUMBERS).hits == len(NUMBERS) * BLOCKS
 
 
-def test_a_disk_that_is_full_stores_nothing_and_serves_what_it_has(tmp_path: Path) -> None:
+def test_a_full_disk_stores_nothing_and_serves_its_blocks(tmp_path: Path) -> None:
     config = load_config("file", explicit={"path": str(tmp_path / "pool"), "size": "64MiB"}, environ={})
     with Client(config, tmp_path) as client:
         client.request_each([0])
@@ -168,7 +166,7 @@ def test_two_writers_of_one_key_store_one_whole_value(master: MooncakeMaster, tm
 
 
 def _present(backend: StorageBackend, count: int) -> list[int]:
-    """Which conversations the pool has whole."""
+    """Return the numbers of the conversations with all blocks in the pool."""
     pool = BlockPool(backend, NAMESPACE)
     return [number for number in range(count) if pool.lookup(conversation(number, BLOCKS)) == BLOCKS]
 
@@ -185,7 +183,7 @@ def _evicted_after_lookup(backend: StorageBackend, numbers: list[int]) -> Report
 
 
 def _fill_the_disk(_: StorageBackend) -> None:
-    """Stands in for a full disk: writes come to half and are then refused, as the kernel does it."""
+    """Simulate a full disk: as in the kernel, a write ends after half of its bytes, and later writes fail."""
 
     def pwritev(file: int, buffers: Sequence[memoryview], offset: int) -> int:
         if offset:

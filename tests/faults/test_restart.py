@@ -1,8 +1,8 @@
-"""A process that starts right after another was killed starts, and its first values are stored.
+"""A process that starts just after another one was killed can store its first values.
 
-For some 10 s Mooncake goes on giving away the memory of a process that crashed, and what is put there fails. Each round
-kills one process and starts the next at once, so that there is ever more of such memory. ``RESTART_ROUNDS=20`` in the
-environment makes it twenty rounds; the counts are printed at the end of the run.
+For about 10 s, Mooncake still allocates the memory of a process that crashed, and puts to this memory fail. Each round
+kills a process and starts the next one at once, so that this memory grows. With ``RESTART_ROUNDS=20`` in the
+environment there are twenty rounds. The counts are printed at the end of the run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def model(few_words: Path) -> Path:
 
 @contextlib.contextmanager
 def joiner(kind: str, settings: dict[str, object], model: Path, log: Path) -> Iterator[Child]:
-    """A process that has joined the pool and stored its first values; it fails where it cannot."""
+    """Run a process until it has joined the pool and stored its first values; fail if it cannot."""
     argv = [sys.executable, "-m", "tests.faults.joiner", kind, json.dumps(settings)]
     with child(argv, log, {"KVSTORE_MODEL": str(model)}) as process:
         process.wait_for(lambda: "started" in process.output, "joining the pool", deadline_s=60)
@@ -54,7 +54,7 @@ def joiner(kind: str, settings: dict[str, object], model: Path, log: Path) -> It
 
 @contextlib.contextmanager
 def counted_start(name: str) -> Iterator[None]:
-    """Count a start in the table, and whether it came to the end of the block."""
+    """Count a start in the table, and whether the block succeeded."""
     started, tried = STARTS.get(name, (0, 0))
     STARTS[name] = (started, tried + 1)
     yield
@@ -65,7 +65,7 @@ def counted_start(name: str) -> Iterator[None]:
     ("kind", "metadata"),
     [("pool", "http"), ("pool", "P2PHANDSHAKE"), ("fastdeploy", "http"), ("fastdeploy-newer", "P2PHANDSHAKE")],
 )
-def test_a_process_starts_right_after_anothers_crash(
+def test_a_process_starts_just_after_the_crash_of_another_one(
     own_master: MooncakeMaster, model: Path, tmp_path: Path, kind: str, metadata: str
 ) -> None:
     settings = own_master.settings(**({} if metadata == "http" else {"metadata_server": metadata}))
@@ -77,7 +77,7 @@ def test_a_process_starts_right_after_anothers_crash(
 
 
 @pytest.mark.parametrize("metadata", ["http", "P2PHANDSHAKE"])
-def test_a_process_without_memory_of_its_own_starts_where_another_has_some(
+def test_a_process_without_memory_for_the_pool_starts_if_another_one_has_some(
     own_master: MooncakeMaster, model: Path, tmp_path: Path, metadata: str
 ) -> None:
     changes = {} if metadata == "http" else {"metadata_server": metadata}
@@ -95,12 +95,12 @@ def test_a_process_without_memory_of_its_own_starts_where_another_has_some(
                 process.kill()
 
 
-def test_an_engine_starts_and_saves_its_first_blocks_right_after_anothers_crash(
+def test_an_engine_saves_its_first_blocks_just_after_the_crash_of_another_one(
     own_master: MooncakeMaster, model: Path, tmp_path: Path
 ) -> None:
     for number in range(ENGINE_ROUNDS):
         with counted_start("engine, http"), instance(tmp_path, model, master=own_master) as running:
-            # Only now, as an engine may take longer to start than Mooncake to notice.
+            # The kill comes only now, because the start of an engine may take longer than Mooncake's detection.
             with Owner(own_master.config(global_segment_size="256MiB")) as crashed:
                 crashed.kill()
             answer = ask(running.url, [{"role": "user", "content": f"{number} {QUESTION}"}], max_tokens=4)
@@ -109,7 +109,7 @@ def test_an_engine_starts_and_saves_its_first_blocks_right_after_anothers_crash(
             running.process.kill()
 
 
-def test_a_master_with_snapshots_knows_what_was_stored_before_it_was_killed(tmp_path: Path) -> None:
+def test_a_master_with_snapshots_has_the_values_from_before_its_death(tmp_path: Path) -> None:
     rpc, metadata, metrics = free_ports(3)
     ports = [f"--port={rpc}", f"--metadata-port={metadata}", f"--metrics-port={metrics}"]
     kept = [f"--snapshot-dir={tmp_path / 'snapshots'}", "--snapshot-interval=1", "--lease=200ms"]
@@ -137,7 +137,7 @@ def test_a_master_with_snapshots_knows_what_was_stored_before_it_was_killed(tmp_
 
 
 def _count_saves(running: Instance) -> tuple[float, float]:
-    """How many blocks of a prompt were saved, and how many not, as soon as there are any."""
+    """Wait until blocks of a prompt were saved or not; return both numbers."""
 
     def counts() -> tuple[float, float]:
         return running.metric("kvstore_saved_blocks_total"), running.metric("kvstore_unsaved_blocks_total")
