@@ -1,4 +1,4 @@
-"""Aborts: which requests one means, what it costs, and that a client reaches its own requests only."""
+"""Aborts: the requests that an abort names, its cost, and that a client can abort only its own requests."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ ABORT = "/v1/abort_requests"
 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
-    """The setting of a file with the keys of alice and bob."""
+    """Return the setting of a file with the keys of alice and bob."""
     (tmp_path / "keys").write_text("alice: sk-1\nbob: sk-2\n")
     return {"api_keys_file": str(tmp_path / "keys")}
 
 
 @pytest.fixture
 def admin(tmp_path: Path) -> dict[str, str]:
-    """The setting of a file with the admin token."""
+    """Return the setting of a file with the admin token."""
     (tmp_path / "token").write_text("s3cret")
     return {"admin_token_file": str(tmp_path / "token")}
 
 
 @pytest.fixture
 def ask() -> Iterator[Ask]:
-    """Sends a chat from a thread of its own."""
+    """Return a function that sends a chat from a separate thread."""
     with ThreadPoolExecutor(8) as threads:
 
         def send(router: RouterUnderTest, headers: dict[str, str], **body: Any) -> Future[httpx.Response]:
@@ -59,24 +59,24 @@ def abort(router: RouterUnderTest, who: dict[str, str], **body: object) -> httpx
     return router.client.post(ABORT, json=body, headers=who)
 
 
-async def names_itself(request: Received, respond: Responder) -> None:
-    """Answers as FastDeploy does: with the id of the body, whole or in a stream."""
-    asked = request.json
-    said = {"id": f"chatcmpl-{asked['request_id']}", "choices": [], "object": "chat.completion"}
-    if asked.get("stream"):
+async def answer_with_id(request: Received, respond: Responder) -> None:
+    """Answer like FastDeploy with the id of the body, whole or in a stream."""
+    body = request.json
+    answer = {"id": f"chatcmpl-{body['request_id']}", "choices": [], "object": "chat.completion"}
+    if body.get("stream"):
         await respond.start_stream()
-        await respond.event(json.dumps(said))
+        await respond.event(json.dumps(answer))
         await respond.event("[DONE]")
         await respond.end_stream()
     else:
-        await respond.answer(200, json.dumps(said).encode(), ("content-type", "application/json"))
+        await respond.answer(200, json.dumps(answer).encode(), ("content-type", "application/json"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_equal_ids_of_two_clients_differ_at_the_engine_and_each_client_sees_its_own(
+def test_equal_ids_of_two_clients_differ_at_the_engine_but_not_for_the_clients(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], stream: bool
 ) -> None:
-    instance = stand_in("mixed", names_itself)
+    instance = stand_in("mixed", answer_with_id)
     router = make_router(instance, **keys)
     for who in (ALICE, BOB):
         body = {"messages": [], "request_id": "job-1", "stream": stream}
@@ -89,9 +89,7 @@ def test_equal_ids_of_two_clients_differ_at_the_engine_and_each_client_sees_its_
     assert re.fullmatch("job-1-k[0-9a-f]{12}", second)
 
 
-def test_where_clients_have_no_keys_an_id_reaches_the_engine_as_it_is(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_without_api_keys_an_id_reaches_the_engine_unchanged(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     make_router(instance).chat(request_id="job-1")
     assert instance.received[0].json["request_id"] == "job-1"
@@ -99,7 +97,7 @@ def test_where_clients_have_no_keys_an_id_reaches_the_engine_as_it_is(
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
 @pytest.mark.parametrize("engine", ["vllm", "openai", "sglang"])
-def test_the_id_in_a_header_or_of_another_engine_is_the_clients_too(
+def test_ids_of_two_clients_differ_in_headers_and_at_other_engines(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], path: str, engine: str
 ) -> None:
     instance = stand_in()
@@ -128,7 +126,7 @@ def test_a_client_aborts_its_own_running_request_and_no_other(
     wait_until(lambda: instance.received, "the request")
     engine_id = f"chatcmpl-{instance.received[0].json['request_id']}_0"
     assert abort(router, BOB, req_ids=[form]).json()["result"]["not_found"] == [form]
-    assert not any(engine_id in told["req_ids"] for told in instance.aborted)
+    assert not any(engine_id in each["req_ids"] for each in instance.aborted)
     instance.abort_answer = {
         "result": {"aborted": [{"request_id": engine_id, "output_token_count": 3}], "not_found": []}
     }
@@ -169,11 +167,11 @@ def test_a_client_aborts_its_own_waiting_request_and_no_other(
     running = ask(router, BOB, request_id="runs")
     wait_until(lambda: instance.received, "the first request")
     of_alice, of_bob = ask(router, ALICE, request_id="job-1"), ask(router, BOB, request_id="job-1")
-    wait_until(lambda: router.app.admission.waiting == 2, "two in line")
+    wait_until(lambda: router.app.admission.waiting == 2, "two in the queue")
     abort(router.workers[-1], ALICE, **body)
     assert of_alice.result().status_code == 409
     assert router.app.admission.waiting == 1
-    assert not any(told.get("abort_all") for told in instance.aborted)
+    assert not any(each.get("abort_all") for each in instance.aborted)
     abort(router, BOB, abort_all=True)
     assert of_bob.result().status_code == 409
     instance.cut_idle()
@@ -181,7 +179,7 @@ def test_a_client_aborts_its_own_waiting_request_and_no_other(
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b'{"req_ids": [%s]}' % b",".join([b'"a"'] * (MAX_IDS + 1)), "req_ids has 1001 ids; at most 1000 are allowed"),
         (b'{"req_ids": ["\\ud800"]}', "sent on, because it cannot be encoded as JSON again: str is not valid UTF-8"),
@@ -191,17 +189,17 @@ def test_a_client_aborts_its_own_waiting_request_and_no_other(
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_abort_that_makes_no_sense_is_a_400_in_one_sentence(
-    make_router: MakeRouter, stand_in: MakeStandIn, body: bytes, said: str, workers: int
+def test_an_invalid_abort_is_answered_with_400_and_one_sentence(
+    make_router: MakeRouter, stand_in: MakeStandIn, body: bytes, message: str, workers: int
 ) -> None:
     instance = stand_in()
     refused = make_router(instance, workers=workers).client.post(ABORT, content=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_body")
-    assert said in refused.json()["error"]["message"]
+    assert message in refused.json()["error"]["message"]
     assert instance.aborted == []
 
 
-def test_as_many_ids_as_may_be_are_taken() -> None:
+def test_an_abort_may_have_the_maximum_number_of_ids() -> None:
     asked = [f"r{number}" for number in range(MAX_IDS)]
     assert read_asked_ids({"req_ids": asked}) == asked
     with pytest.raises(BadBody):
@@ -209,7 +207,7 @@ def test_as_many_ids_as_may_be_are_taken() -> None:
     assert read_asked_ids({"req_ids": asked, "abort_all": True}) is None
 
 
-def test_the_ids_of_an_abort_cost_nothing_at_a_request_that_none_of_them_means() -> None:
+def test_the_cost_of_an_abort_at_another_request_does_not_grow_with_its_ids() -> None:
     ids = EngineIds("chatcmpl-", "mine", 3)
 
     def count(number: int) -> list[str]:
@@ -219,13 +217,13 @@ def test_the_ids_of_an_abort_cost_nothing_at_a_request_that_none_of_them_means()
     assert count(1) == count(MAX_IDS) == ["matching_ids"]
 
 
-def test_the_body_of_a_waiting_request_is_parsed_as_it_comes_and_not_by_an_abort(
+def test_the_body_of_a_waiting_request_is_parsed_on_arrival_and_not_by_an_abort(
     make_router: MakeRouter, stand_in: MakeStandIn, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance = stand_in("mixed", stalls())
     router = make_router(instance, max_concurrent_requests=1)
     waiting = [ask(router, {}, request_id=f"r{number}") for number in range(4)]
-    wait_until(lambda: router.app.admission.waiting == 3 and instance.received, "three in line")
+    wait_until(lambda: router.app.admission.waiting == 3 and instance.received, "three in the queue")
     monkeypatch.setattr(parsed_request, "parse_inference", None)
     first = instance.received[0].json["request_id"]
     asked = [f"r{number}" for number in range(4) if f"r{number}" != first]
@@ -242,7 +240,7 @@ def test_the_body_of_a_waiting_request_is_parsed_as_it_comes_and_not_by_an_abort
     sequences=st.integers(1, 3),
     tag=st.sampled_from(["", "-k0123456789ab"]),
 )
-def test_an_abort_means_a_request_by_each_of_its_names_and_by_no_other(
+def test_an_abort_finds_a_request_by_each_of_its_ids_and_by_no_other_id(
     prefix: str, request_id: str, other: str, sequences: int, tag: str
 ) -> None:
     ids = EngineIds(prefix, request_id, sequences)
@@ -256,14 +254,14 @@ def test_an_abort_means_a_request_by_each_of_its_names_and_by_no_other(
 
 
 @given(request_id=st.text("ab_-0159", min_size=1, max_size=8), number=st.integers(0, 3))
-def test_what_engines_are_told_names_the_clients_request_alone(request_id: str, number: int) -> None:
+def test_an_abort_sent_to_engines_names_only_the_clients_request(request_id: str, number: int) -> None:
     tag = "-k0123456789ab"
     at_engine = EngineIds("chatcmpl-", request_id + tag, number + 1).list_ids()[number]
     for name in (f"chatcmpl-{request_id}_{number}", at_engine):
-        told = AbortScope(tag, [name]).make_members({"req_ids": [name], "abort_all": False}, ["found"])
-        assert at_engine in told["req_ids"]
-        assert all(tag in each for each in told["req_ids"][:-1])
-        assert told.keys() == {"req_ids"}
+        members = AbortScope(tag, [name]).make_members({"req_ids": [name], "abort_all": False}, ["found"])
+        assert at_engine in members["req_ids"]
+        assert all(tag in each for each in members["req_ids"][:-1])
+        assert members.keys() == {"req_ids"}
 
 
 def test_a_scope_is_the_same_in_another_process() -> None:
@@ -274,15 +272,15 @@ def test_a_scope_is_the_same_in_another_process() -> None:
     assert AbortScope("", ["a"]).reaches("-k2")
 
 
-def test_what_instances_aborted_is_told_by_the_clients_ids() -> None:
-    told = ["chatcmpl-a-k1_0", {"request_id": "b-k1_0", "n": 1}, {"request_id": 7}, 5]
-    said = AbortScope("-k1", ["a"]).remove_tag(told)
-    assert said == ["chatcmpl-a_0", {"request_id": "b_0", "n": 1}, {"request_id": 7}, 5]
-    assert AbortScope("", ["a"]).remove_tag(told) == told
-    assert list_unknown_ids(["a", "b", "c"], said) == ["c"]
+def test_the_result_of_an_abort_has_the_clients_ids() -> None:
+    tagged = ["chatcmpl-a-k1_0", {"request_id": "b-k1_0", "n": 1}, {"request_id": 7}, 5]
+    untagged = AbortScope("-k1", ["a"]).remove_tag(tagged)
+    assert untagged == ["chatcmpl-a_0", {"request_id": "b_0", "n": 1}, {"request_id": 7}, 5]
+    assert AbortScope("", ["a"]).remove_tag(tagged) == tagged
+    assert list_unknown_ids(["a", "b", "c"], untagged) == ["c"]
 
 
-def test_an_instance_of_sglang_is_told_each_id_and_a_few_at_once(
+def test_an_instance_of_sglang_gets_one_abort_for_each_id_and_few_at_once(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     most = 0
@@ -302,4 +300,4 @@ def test_an_instance_of_sglang_is_told_each_id_and_a_few_at_once(
     instance.received.clear()
     instance.behave = answers(500)
     assert abort(router, {}, req_ids=asked).json()["status"] == "error"
-    assert len(instance.received) <= 16  # or else one that hangs would hold the answer up for each id
+    assert len(instance.received) <= 16  # otherwise an instance that hangs would delay the response for each id

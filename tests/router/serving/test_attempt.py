@@ -1,4 +1,4 @@
-"""A prefill/decode pair, from the client's side and from the instances'. Instances are stand-ins."""
+"""A prefill/decode pair, observed by the client and by the instances. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answe
 from tests.support.waiting import wait_until
 
 
-def aborted_ids(instance: StandIn) -> list[str]:
+def list_aborted(instance: StandIn) -> list[str]:
     return [req_id for abort in instance.aborted for req_id in abort["req_ids"]]
 
 
-def nothing_runs_at(instance: StandIn) -> bool:
-    """Whether every request it has got was aborted and had its connection closed."""
+def is_idle(instance: StandIn) -> bool:
+    """Return whether all requests of an instance were aborted and their connections closed."""
     got = {f"chatcmpl-{request.json['request_id']}_0" for request in instance.received}
-    return instance.running == 0 and got <= set(aborted_ids(instance))
+    return instance.running == 0 and got <= set(list_aborted(instance))
 
 
-class Beginning:
-    """The owner of an attempt, which notes its first bytes."""
+class Owner:
+    """The owner of an attempt, which stores the first bytes."""
 
     first = b""
 
@@ -38,11 +38,11 @@ class Beginning:
 
 
 def relay_preamble(event: bytes) -> bytes:
-    """The first bytes of an attempt, after a stream that goes on with the same event."""
+    """Feed an attempt with one event again and again, and return the first bytes that it sends."""
     exchange = SimpleNamespace(status=200, headers=[(b"content-type", b"text/event-stream")])
     instance = SimpleNamespace(breaker=SimpleNamespace(failures=0))
     leg = SimpleNamespace(instance=instance, exchange=exchange, end_prefill=lambda: None)
-    made = Attempt(
+    new_attempt = Attempt(
         cast(Leg, leg),
         None,
         None,
@@ -51,9 +51,9 @@ def relay_preamble(event: bytes) -> bytes:
         aborter=cast(Any, None),
         on_trouble=cast(Any, None),
     )
-    owner = made._owner = cast(Any, Beginning())
+    owner = new_attempt._owner = cast(Any, Owner())
     for _ in range(2 * PREAMBLE_BYTES // len(event)):
-        made.on_data(event, False)
+        new_attempt.on_data(event, False)
         if owner.first:
             break
     first: bytes = owner.first
@@ -61,29 +61,29 @@ def relay_preamble(event: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("event", [b'data: {"type": "ping"}\n\n', b": comment\n", b'data: {"type": "ping", '])
-def test_a_preamble_without_end_is_not_held_for_ever(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_preamble_is_sent_at_its_limit(event: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "PREAMBLE_BYTES", 4096)
     first = relay_preamble(event)
     assert first.startswith(event)
     assert len(first) <= 4096 + len(event)
 
 
-def test_of_a_preamble_only_what_is_new_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[int] = []
+def test_only_the_new_bytes_of_a_preamble_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_searched: list[int] = []
     find_token = attempt._find_token
 
     def note(data: bytes, start: int) -> bytes | None:
-        looked_at.append(len(data) - start)
+        num_searched.append(len(data) - start)
         return find_token(data, start)
 
     monkeypatch.setattr(attempt, "PREAMBLE_BYTES", 4096)
     monkeypatch.setattr(attempt, "_find_token", note)
     event = b'data: {"type": "ping"}\n\n'
     assert relay_preamble(event)
-    assert max(looked_at) <= 2 * len(event)
+    assert max(num_searched) <= 2 * len(event)
 
 
-def test_decode_answers_and_prefill_is_drained(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_client_gets_the_response_of_decode_only(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill = stand_in("prefill", answers(body=b'{"from": "prefill"}'))
     decode = stand_in("decode", answers(body=b'{"from":  "decode"}'))
     router = make_router(prefill, decode, splitwise=True)
@@ -107,7 +107,7 @@ def test_a_request_without_an_id_gets_a_new_one_each_time(make_router: MakeRoute
     assert all(len(request_id) == 36 for request_id in ids)
 
 
-def test_a_clients_own_request_id_is_kept(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_clients_own_request_id_is_not_changed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
     make_router(prefill, decode, splitwise=True).chat(request_id="mine")
     assert decode.received[0].json["request_id"] == "mine"
@@ -131,7 +131,7 @@ def test_disaggregate_info_has_fastdeploys_fields(make_router: MakeRouter, stand
     }
 
 
-def test_a_pair_whose_tp_sizes_do_not_fit_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_pair_with_incompatible_tp_sizes_is_answered_with_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
     router = make_router(splitwise=True)
     prefill.register(router.url, tp_size=4)
@@ -141,7 +141,7 @@ def test_a_pair_whose_tp_sizes_do_not_fit_is_a_400(make_router: MakeRouter, stan
     assert "tp_size" in response.json()["error"]["message"]
 
 
-def test_decode_is_chosen_among_those_that_fit_the_prefill(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_only_decode_instances_that_fit_the_prefill_are_chosen(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, fitting, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")
     router = make_router(splitwise=True)
     prefill.register(router.url, tp_size=4)
@@ -151,14 +151,14 @@ def test_decode_is_chosen_among_those_that_fit_the_prefill(make_router: MakeRout
     assert (len(fitting.received), len(other.received)) == (4, 0)
 
 
-def test_the_answer_does_not_wait_for_prefill_to_end(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_response_does_not_wait_for_the_end_of_prefill(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, decode = stand_in("prefill", never_answers), stand_in("decode")
     router = make_router(prefill, decode, splitwise=True)
     assert router.chat().status_code == 200
     assert prefill.running == 1
 
 
-def test_a_long_answer_of_prefill_is_drained_to_its_end(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_long_response_of_prefill_is_read_to_its_end(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     drained = []
 
     async def long_answer(request: Received, respond: Responder) -> None:
@@ -168,12 +168,12 @@ def test_a_long_answer_of_prefill_is_drained_to_its_end(make_router: MakeRouter,
         await respond.end_stream()
         drained.append(respond.bytes_sent)
 
-    async def after_prefill(request: Received, respond: Responder) -> None:
+    async def answer_after_prefill_ends(request: Received, respond: Responder) -> None:
         while not drained:
             await asyncio.sleep(0.01)
         await respond.answer(200, chat_answer())
 
-    prefill, decode = stand_in("prefill", long_answer), stand_in("decode", after_prefill)
+    prefill, decode = stand_in("prefill", long_answer), stand_in("decode", answer_after_prefill_ends)
     assert make_router(prefill, decode, splitwise=True).chat().status_code == 200
     assert drained[0] > 4_000_000
 
@@ -195,7 +195,7 @@ def test_prefills_own_4xx_reaches_the_client_unchanged_and_decode_is_aborted(
     prefill, decode = stand_in("prefill", answers(status, b'{"error": "prompt"}')), stand_in("decode", never_answers)
     response = make_router(prefill, decode, splitwise=True).chat(request_id="r")
     assert (response.status_code, response.content) == (status, b'{"error": "prompt"}')
-    wait_until(lambda: nothing_runs_at(decode), "decode's leg to end")
+    wait_until(lambda: is_idle(decode), "the end of decode's leg")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_prefills_own_4xx_reaches_the_client_unchanged_and_decode_is_aborted(
     ],
 )
 class TestAFailingLeg:
-    """What happens when one leg fails before the first byte of the answer."""
+    """One leg fails before the first byte of the response."""
 
     def test_decode_is_replaced_by_another_and_the_retry_has_its_own_id(
         self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
@@ -242,27 +242,27 @@ def test_a_client_that_leaves_closes_both_legs_and_aborts_both(make_router: Make
     sock = _send_chat(router.port, {"messages": [], "request_id": "r"})
     wait_until(lambda: (prefill.running, decode.running) == (1, 1), "both legs")
     sock.close()
-    wait_until(lambda: (prefill.running, decode.running) == (0, 0), "both legs to be closed")
-    wait_until(lambda: aborted_ids(prefill) == aborted_ids(decode) == ["chatcmpl-r_0"], "both aborts")
+    wait_until(lambda: (prefill.running, decode.running) == (0, 0), "the end of both legs")
+    wait_until(lambda: list_aborted(prefill) == list_aborted(decode) == ["chatcmpl-r_0"], "both aborts")
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_decode(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    async def endless(request: Received, respond: Responder) -> None:
+    async def send_without_end(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         while not respond.peer_left.is_set():
             await respond.event("{}")
             await asyncio.sleep(0.01)
         respond.keep_alive = False
 
-    prefill, decode = stand_in("prefill"), stand_in("decode", endless)
+    prefill, decode = stand_in("prefill"), stand_in("decode", send_without_end)
     router = make_router(prefill, decode, splitwise=True)
     sock = _send_chat(router.port, {"messages": [], "stream": True, "request_id": "r"})
     assert sock.recv(4096)
     sock.close()
-    wait_until(lambda: decode.running == 0, "decode's connection to be closed")
-    wait_until(lambda: aborted_ids(decode) == ["chatcmpl-r_0"], "the abort at decode")
+    wait_until(lambda: decode.running == 0, "the end of decode's connection")
+    wait_until(lambda: list_aborted(decode) == ["chatcmpl-r_0"], "the abort at decode")
     assert prefill.aborted == []
 
 
@@ -282,26 +282,26 @@ def test_aborts_name_the_engines_own_ids(
 ) -> None:
     prefill = stand_in("prefill", never_answers)
 
-    async def refuses_once_prefill_runs(request: Received, respond: Responder) -> None:
+    async def refuse_when_prefill_runs(request: Received, respond: Responder) -> None:
         while not prefill.running:
             await asyncio.sleep(0.01)
         await respond.answer(400, b"{}")
 
-    decode = stand_in("decode", refuses_once_prefill_runs)
+    decode = stand_in("decode", refuse_when_prefill_runs)
     make_router(prefill, decode, splitwise=True).client.post(path, json=body)
-    wait_until(lambda: aborted_ids(prefill) == ids, "the abort")
+    wait_until(lambda: list_aborted(prefill) == ids, "the abort")
 
 
-def test_prefill_failing_after_decode_began_to_answer_does_no_harm(
+def test_a_failure_of_prefill_after_the_beginning_of_the_response_is_ignored(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     begun = asyncio.Event()
 
-    async def fails_late(request: Received, respond: Responder) -> None:
+    async def fail_late(request: Received, respond: Responder) -> None:
         await begun.wait()
         respond.cut()
 
-    async def answers_slowly(request: Received, respond: Responder) -> None:
+    async def answer_slowly(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event("1")
         await asyncio.sleep(0.05)
@@ -310,7 +310,7 @@ def test_prefill_failing_after_decode_began_to_answer_does_no_harm(
         await respond.event("2")
         await respond.end_stream()
 
-    prefill, decode = stand_in("prefill", fails_late), stand_in("decode", answers_slowly)
+    prefill, decode = stand_in("prefill", fail_late), stand_in("decode", answer_slowly)
     with make_router(prefill, decode, splitwise=True).stream() as response:
         assert response.read() == b"data: 1\n\ndata: 2\n\n"
 
@@ -323,41 +323,41 @@ def _send_chat(port: int, body: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_answer_without_fault_ends_a_row_of_failures(
+def test_a_successful_response_resets_the_count_of_failures(
     make_router: MakeRouter, stand_in: MakeStandIn, role: str
 ) -> None:
     router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True)
     (instance,) = [each for each in router.app.registry if each.role.value == role]
     instance.record_failure(0.0, "it answered with 500")
     assert router.chat().status_code == 200
-    wait_until(lambda: instance.breaker.failures == 0, "the row to end")
+    wait_until(lambda: instance.breaker.failures == 0, "the reset of the failures")
 
 
-def test_a_decode_that_is_silent_since_prefill_failed_is_given_up(
+def test_a_decode_leg_that_is_silent_after_prefill_failed_is_ended(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.serving.attempt.SILENCE_SECONDS", 0.05)
     begun = asyncio.Event()
 
-    async def says_its_role(request: Received, respond: Responder) -> None:
+    async def send_role(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event('{"choices": [{"delta": {"role": "assistant"}}]}')
         begun.set()
         await respond.peer_left.wait()
         respond.keep_alive = False
 
-    async def fails_then(request: Received, respond: Responder) -> None:
+    async def fail_after_role(request: Received, respond: Responder) -> None:
         await begun.wait()
-        await asyncio.sleep(0.05)  # so that the role has gone to the client
+        await asyncio.sleep(0.05)  # so that the client has got the role
         respond.cut()
 
-    router = make_router(stand_in("prefill", fails_then), stand_in("decode", says_its_role), splitwise=True)
+    router = make_router(stand_in("prefill", fail_after_role), stand_in("decode", send_role), splitwise=True)
     with router.stream() as response:
         *_, error, done = response.read().decode().strip().split("\n\n")
     assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("decode_failed", "data: [DONE]")
 
 
-def test_an_error_of_hand_over_is_found_behind_the_ids_of_a_long_prompt(
+def test_a_transfer_error_is_found_after_the_ids_of_a_long_prompt(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     async def fails(request: Received, respond: Responder) -> None:
@@ -371,7 +371,7 @@ def test_an_error_of_hand_over_is_found_behind_the_ids_of_a_long_prompt(
     assert (response.status_code, response.json()["error"]["code"]) == (502, "prefill_failed")
 
 
-def test_a_text_about_an_error_of_hand_over_is_none(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_text_about_a_transfer_error_is_no_error(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill = stand_in("prefill", answers(body=chat_answer('what does {"error": "PD Error"} mean?')))
 
     async def answer_after_prefill(_: Received, respond: Responder) -> None:
@@ -384,27 +384,27 @@ def test_a_text_about_an_error_of_hand_over_is_none(make_router: MakeRouter, sta
     assert len(prefill.received) == 1
 
 
-def test_attempts_of_the_only_pair_come_after_longer_and_longer_pauses(
+def test_the_pauses_between_attempts_at_the_only_pair_grow(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
     sleep = asyncio.sleep
 
-    async def slept(seconds: float) -> None:
+    async def record_pause(seconds: float) -> None:
         pauses.append(seconds)
         await sleep(0)
 
     monkeypatch.setattr("router.serving.retry_loop.random.uniform", lambda low, high: 1.0)
     prefill = stand_in("prefill", answers(body=b'{"error": {"message": "PD Error"}}'))
     router = make_router(prefill, stand_in("decode", never_answers), splitwise=True)
-    monkeypatch.setattr("router.serving.retry_loop.sleep", slept)
+    monkeypatch.setattr("router.serving.retry_loop.sleep", record_pause)
     assert router.chat().status_code == 502
     assert [pause for pause in pauses if pause] == [0.05, 0.1, 0.2, 0.4]
 
 
 @pytest.mark.parametrize("role", ["mixed", "decode"])
 @pytest.mark.parametrize(("seconds", "status"), [(0.0, 200), (1000.0, 502)])
-def test_a_request_that_outlives_its_instance_is_tried_there_again_once_that_came_back(
+def test_a_request_is_sent_again_to_its_instance_after_that_has_returned(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     monkeypatch: pytest.MonkeyPatch,
@@ -413,10 +413,10 @@ def test_a_request_that_outlives_its_instance_is_tried_there_again_once_that_cam
     status: int,
 ) -> None:
     monkeypatch.setattr("router.serving.retry_loop.RETURN_SECONDS", seconds)
-    deaths = iter([cuts()])
+    failures = iter([cuts()])
 
     async def die_once(request: Received, respond: Responder) -> None:
-        await next(deaths, answers())(request, respond)
+        await next(failures, answers())(request, respond)
 
     instances = [stand_in(role, die_once) for _ in range(2)]
     others = [] if role == "mixed" else [stand_in("prefill")]
@@ -426,7 +426,7 @@ def test_a_request_that_outlives_its_instance_is_tried_there_again_once_that_cam
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_mistake_of_the_router_ends_the_request_with_500_once(
+def test_an_error_in_the_routers_code_ends_the_request_with_one_500(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     monkeypatch: pytest.MonkeyPatch,
@@ -444,7 +444,7 @@ def test_a_mistake_of_the_router_ends_the_request_with_500_once(
     monkeypatch.setattr(router.app.proxy._services.selector, "choose", fails)
     answer = router.chat(stream=stream)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "router_error")
-    assert calls == ["choose"], "the mistake is not repeated"
+    assert calls == ["choose"], "the failed call is repeated"
     assert sum(record.exc_info is not None for record in caplog.records) == 1
     (record,) = wait_until(lambda: router.app.audit.records, "the record")
     assert (record.status, record.error) == (500, "router_error")
@@ -452,19 +452,19 @@ def test_a_mistake_of_the_router_ends_the_request_with_500_once(
 
 
 @pytest.mark.parametrize("silence", [0.0, 1000.0])
-def test_a_stream_of_an_instance_that_answers_no_probes_is_given_up_once_it_is_silent(
+def test_a_stream_is_ended_if_its_instance_is_silent_and_answers_no_probes(
     make_router: MakeRouter, stand_in: MakeStandIn, silence: float
 ) -> None:
-    go_on = asyncio.Event()
+    may_continue = asyncio.Event()
 
-    async def streams_slowly(request: Received, respond: Responder) -> None:
+    async def stream_slowly(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event("first")
-        await go_on.wait()
+        await may_continue.wait()
         await respond.event("[DONE]")
         await respond.end_stream()
 
-    router = make_router(stand_in("mixed", streams_slowly), stream_resume_count=0)
+    router = make_router(stand_in("mixed", stream_slowly), stream_resume_count=0)
     (instance,) = router.app.registry
     with router.stream() as response:
         pieces = response.iter_raw()
@@ -474,7 +474,7 @@ def test_a_stream_of_an_instance_that_answers_no_probes_is_given_up_once_it_is_s
             for serving in router.app.proxy._live:
                 assert serving.attempt is not None
                 serving.attempt.on_instance_failure(instance, silence)
-            go_on.set()
+            may_continue.set()
 
         router.thread.run(fail_probes())
         rest = b"".join(pieces)

@@ -1,6 +1,6 @@
-"""64 requests at once over two instances a role, of which one fails in some way: what that costs the clients.
+"""Concurrent requests to two instances of each role, of which one fails: the results of the clients.
 
-Half of the requests are streams. Instances are stand-ins. At the end of a run a table says what each fault cost.
+Half of the requests are streams. Instances are stand-ins. At the end of a test run, a table shows the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.router.stand_in import Behaviour, Received, Responder, StandIn, chat_
 
 REQUESTS = 32
 PIECES = 3
-# A sound instance may take its time on a busy machine; one that hangs is given up within a test.
+# An instance without a fault may be slow on a busy machine; one that hangs fails its probes within a test.
 PROBES = {"health_check_interval_secs": 0.1, "health_check_timeout_secs": 30.0, "health_failure_threshold": 1}
 HUNG_SECONDS = 0.5
 MIDDLE_OF_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n{"
@@ -45,14 +45,14 @@ class Fleet(NamedTuple):
     instances: list[StandIn]
 
     def of(self, role: str) -> list[StandIn]:
-        """The instances of a role."""
+        """List the instances of a role."""
         return [instance for instance in self.instances if instance.role == role]
 
 
-# How a sound instance answers: prefill at once, decode when prefill has the same request, as it waits for its KV.
+# An instance without a fault: prefill answers at once, decode when prefill has answered the same request.
 
 
-def prefills() -> Behaviour:
+def behave_as_prefill() -> Behaviour:
     async def behave(request: Received, respond: Responder) -> None:
         await asyncio.sleep(0.01)
         await respond.answer(200, chat_answer())
@@ -60,7 +60,7 @@ def prefills() -> Behaviour:
     return behave
 
 
-def decodes(fleet: list[StandIn]) -> Behaviour:
+def behave_as_decode(fleet: list[StandIn]) -> Behaviour:
     async def behave(request: Received, respond: Responder) -> None:
         while not any(request.body in instance.answered for instance in fleet if instance.role == "prefill"):
             if respond.peer_left.is_set():
@@ -73,7 +73,7 @@ def decodes(fleet: list[StandIn]) -> Behaviour:
 
 
 async def answer(request: Received, respond: Responder) -> None:
-    """The request's own number, once whole or ``PIECES`` times in a stream."""
+    """Answer with the request's number, once in a whole response or ``PIECES`` times in a stream."""
     number = request.json["number"]
     if not request.json.get("stream"):
         await respond.answer(200, chat_answer(number))
@@ -87,17 +87,17 @@ async def answer(request: Received, respond: Responder) -> None:
     await respond.end_stream()
 
 
-# How instances fail.
+# Instances with faults.
 
 
-def refuses(status: int) -> Behaviour:
+def refuse(status: int) -> Behaviour:
     async def behave(request: Received, respond: Responder) -> None:
         await respond.answer(status, b'{"error": {"message": "no", "code": "%d"}}' % status)
 
     return behave
 
 
-def breaks(after: bytes, after_in_stream: bytes | None = None) -> Behaviour:
+def break_off(after: bytes, after_in_stream: bytes | None = None) -> Behaviour:
     async def behave(request: Received, respond: Responder) -> None:
         is_stream = request.json.get("stream") and after_in_stream is not None
         if data := after_in_stream if is_stream else after:
@@ -108,7 +108,7 @@ def breaks(after: bytes, after_in_stream: bytes | None = None) -> Behaviour:
     return behave
 
 
-def says_pd_error() -> Behaviour:
+def answer_pd_error() -> Behaviour:
     async def behave(request: Received, respond: Responder) -> None:
         await respond.answer(200, b'{"error": {"message": "PD Error: the decode instance refused", "code": 500}}')
 
@@ -116,27 +116,27 @@ def says_pd_error() -> Behaviour:
 
 
 @contextlib.contextmanager
-def behaving(instance: StandIn, behave: Behaviour) -> Iterator[None]:
+def behave_with(instance: StandIn, behave: Behaviour) -> Iterator[None]:
     instance.behave = behave
     yield
 
 
 @contextlib.contextmanager
-def hanging_with_its_probes(instance: StandIn) -> Iterator[None]:
+def hang_with_probes(instance: StandIn) -> Iterator[None]:
     instance.behave = never_answers
     instance.answers_probes = False
     yield
 
 
 @contextlib.contextmanager
-def accepting_nothing(instance: StandIn) -> Iterator[None]:
+def accept_nothing(instance: StandIn) -> Iterator[None]:
     instance.stop()
     with full_backlog(instance.port):
         yield
 
 
 @contextlib.contextmanager
-def dead(instance: StandIn) -> Iterator[None]:
+def stop(instance: StandIn) -> Iterator[None]:
     instance.stop()
     yield
 
@@ -144,19 +144,19 @@ def dead(instance: StandIn) -> Iterator[None]:
 Fault = Callable[[StandIn], contextlib.AbstractContextManager[None]]
 
 FAULTS: dict[str, Fault] = {
-    "answers 429": lambda i: behaving(i, refuses(429)),
-    "answers 500": lambda i: behaving(i, refuses(500)),
-    "answers garbage": lambda i: behaving(i, breaks(b"\x16\x03\x01garbage???\r\n\r\n")),
-    "hangs, and its probes too": hanging_with_its_probes,
-    "closes before its headers": lambda i: behaving(i, breaks(b"")),
-    "breaks off in the middle": lambda i: behaving(i, breaks(MIDDLE_OF_ANSWER, MIDDLE_OF_STREAM)),
-    "accepts no connection": accepting_nothing,
-    "has died": dead,
+    "answers 429": lambda i: behave_with(i, refuse(429)),
+    "answers 500": lambda i: behave_with(i, refuse(500)),
+    "answers garbage": lambda i: behave_with(i, break_off(b"\x16\x03\x01garbage???\r\n\r\n")),
+    "hangs, and its probes too": hang_with_probes,
+    "closes before its headers": lambda i: behave_with(i, break_off(b"")),
+    "breaks off in the middle": lambda i: behave_with(i, break_off(MIDDLE_OF_ANSWER, MIDDLE_OF_STREAM)),
+    "accepts no connection": accept_nothing,
+    "has died": stop,
 }
 UNREACHABLE = {"accepts no connection", "has died"}
-# What a stream has begun with cannot be taken back.
+# A stream that has begun cannot be sent again.
 CUTS_STREAMS = {("decode", "breaks off in the middle"), ("mixed", "breaks off in the middle")}
-# Two workers differ from one in what they learn of an instance's health.
+# Only these faults depend on the health of instances, which two workers share.
 AT_TWO_WORKERS = ("hangs, and its probes too", "breaks off in the middle", "has died")
 
 
@@ -164,35 +164,35 @@ AT_TWO_WORKERS = ("hangs, and its probes too", "breaks off in the middle", "has 
 def fleet(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[..., Fleet]:
-    """Starts two instances of each role and a router before them: ``fleet(splitwise=True)``."""
-    if "accepts no connection" in request.node.name:  # elsewhere a busy machine may need its time
+    """Return a function that starts two instances of each role and a router: ``fleet(splitwise=True)``."""
+    if "accepts no connection" in request.node.name:  # other tests need the longer time on a busy machine
         monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 2.0)
 
     def start(splitwise: bool, **settings: Any) -> Fleet:
         roles = ("prefill", "prefill", "decode", "decode") if splitwise else ("mixed", "mixed")
         instances = [stand_in(role) for role in roles]
         for instance in instances:
-            sound = {"prefill": prefills(), "decode": decodes(instances)}
-            instance.behave = sound.get(instance.role, answer)
+            normal = {"prefill": behave_as_prefill(), "decode": behave_as_decode(instances)}
+            instance.behave = normal.get(instance.role, answer)
         running = Fleet(make_router(*instances, splitwise=splitwise, **settings), instances)
         for worker in running.router.workers:
             upstream = worker.app.upstream
-            monkeypatch.setattr(upstream, "fetch", impatient_with_hanging(instances, upstream.fetch))
+            monkeypatch.setattr(upstream, "fetch", shorten_hanging_probes(instances, upstream.fetch))
         return running
 
     return start
 
 
-def impatient_with_hanging(instances: list[StandIn], fetch: Callable[..., Any]) -> Callable[..., Any]:
-    """A pool's ``fetch`` that gives up those that do not answer probes soon after all requests have come to their role.
+def shorten_hanging_probes(instances: list[StandIn], fetch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``fetch`` that fails the probes of hanging instances soon after their role has got all requests.
 
-    Before, it would be too early: requests are to meet them. The others may take their time.
+    An earlier failure would keep requests away from these instances. Other instances have the usual time.
     """
 
     async def fetch_soon(address: Address, method: str, target: str, *, timeout: float, **options: Any) -> Any:
-        asked = next(instance for instance in instances if instance.port == address.port)
-        if not asked.answers_probes:
-            mates = [instance for instance in instances if instance.role == asked.role]
+        probed = next(instance for instance in instances if instance.port == address.port)
+        if not probed.answers_probes:
+            mates = [instance for instance in instances if instance.role == probed.role]
             while sum(len(mate.received) for mate in mates) < REQUESTS:
                 await asyncio.sleep(0.01)
             timeout = HUNG_SECONDS
@@ -205,34 +205,34 @@ def impatient_with_hanging(instances: list[StandIn], fetch: Callable[..., Any]) 
     ("fault", "workers"), [*((fault, 1) for fault in FAULTS), *((fault, 2) for fault in AT_TWO_WORKERS)]
 )
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
-def test_one_of_two(fleet: Callable[..., Fleet], role: str, fault: str, workers: int) -> None:
+def test_a_failing_instance_loses_no_request(fleet: Callable[..., Fleet], role: str, fault: str, workers: int) -> None:
     running = fleet(role != "mixed", workers=workers, **PROBES)
     failing = running.of(role)[0]
     with FAULTS[fault](failing):
-        ended = ask_all(running)
+        results = ask_all(running)
         name = f"one of two {role}: {fault}" + (", two workers" if workers == 2 else "")
-        row = report(running, name, ended, failing, may_cut=(role, fault) in CUTS_STREAMS)
+        row = report(running, name, results, failing, may_cut=(role, fault) in CUTS_STREAMS)
     assert (row.lost, row.wrong, row.left_running) == (0, 0, 0)
     assert failing.received or fault in UNREACHABLE
     if (role, fault) not in CUTS_STREAMS:
         assert row.served == REQUESTS
 
 
-def test_prefill_tells_pd_error_to_its_own_client_only(fleet: Callable[..., Fleet]) -> None:
+def test_a_pd_error_of_prefill_does_not_reach_clients(fleet: Callable[..., Fleet]) -> None:
     running = fleet(True)
     failing = running.of("prefill")[0]
-    failing.behave = says_pd_error()
+    failing.behave = answer_pd_error()
     row = report(running, "one of two prefill: 'PD Error' in an answer of 200", ask_all(running), failing)
     assert (row.served, row.lost, row.wrong, row.left_running) == (REQUESTS, 0, 0, 0)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
-def test_a_hang_that_probes_do_not_show_is_ended_by_the_time_out(fleet: Callable[..., Fleet], role: str) -> None:
+def test_the_time_out_ends_requests_at_an_instance_that_hangs_unnoticed(fleet: Callable[..., Fleet], role: str) -> None:
     running = fleet(role != "mixed", request_timeout_secs=4.0)
     failing = running.of(role)[0]
     failing.behave = never_answers
-    ended = ask_all(running)
-    row = report(running, f"one of two {role}: hangs, though its probes pass", ended, failing, late=True)
+    results = ask_all(running)
+    row = report(running, f"one of two {role}: hangs, though its probes pass", results, failing, late=True)
     assert (row.lost, row.wrong, row.left_running) == (0, 0, 0)
 
 
@@ -256,36 +256,34 @@ CLEAR_ERRORS = [
     ("role", "fault", "status", "code", "workers"),
     [(*row, workers) for workers in (1, 2) for row in CLEAR_ERRORS if workers == 1 or row[1] in AT_TWO_WORKERS],
 )
-def test_where_all_of_a_role_fail_each_client_gets_one_clear_error(
+def test_each_client_gets_one_clear_error_if_all_instances_of_a_role_fail(
     fleet: Callable[..., Fleet], role: str, fault: str, status: int, code: str, workers: int
 ) -> None:
     running = fleet(role != "mixed", workers=workers, **PROBES)
     with contextlib.ExitStack() as faults:
         for failing in running.of(role):
             faults.enter_context(FAULTS[fault](failing))
-        left = faults.enter_context(garbage(running.router.app))
-        ended = ask_all(running)
-        wrong = sum((one.status, one.error) != (status, code) for one in ended)
-        row = Report(f"all of {role}: {fault}", REQUESTS, 0, 0, wrong, left_running(running, running.of(role)))
+        left = faults.enter_context(collect_garbage(running.router.app))
+        results = ask_all(running)
+        wrong = sum((one.status, one.error) != (status, code) for one in results)
+        row = Report(f"all of {role}: {fault}", REQUESTS, 0, 0, wrong, count_left_running(running, running.of(role)))
         REPORTS.append(row)
-    assert {(one.status, one.error) for one in ended} == {(status, code)}
+    assert {(one.status, one.error) for one in results} == {(status, code)}
     assert row.left_running == 0
-    assert left == [], "only the garbage collector frees what failed requests left"
+    assert left == [], "only the garbage collector frees objects of failed requests"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("splitwise", [True, False])
-def test_clients_that_leave_take_their_legs_with_them(
-    fleet: Callable[..., Fleet], splitwise: bool, workers: int
-) -> None:
+def test_all_legs_end_when_clients_leave(fleet: Callable[..., Fleet], splitwise: bool, workers: int) -> None:
     running = fleet(splitwise, workers=workers)
-    slow = {"prefill": prefills(), "decode": slowly(running.instances), "mixed": slowly([])}
+    slow = {"prefill": behave_as_prefill(), "decode": answer_staying(running.instances), "mixed": answer_staying([])}
     for instance in running.instances:
         instance.behave = slow[instance.role]
-    with garbage(running.router.app) as freed_by_collector:
-        ended = ask_all(running, leaving=True)
-        left = left_running(running, [])
-    stayed = [one for one in ended if one is not None]
+    with collect_garbage(running.router.app) as freed_by_collector:
+        results = ask_all(running, leaving=True)
+        left = count_left_running(running, [])
+    stayed = [one for one in results if one is not None]
     served = sum(one.status == 200 and not one.error for one in stayed)
     mode = "prefill and decode" if splitwise else "mixed"
     REPORTS.append(Report(f"{mode}: half of the clients leave", REQUESTS, served, len(stayed) - served, 0, left))
@@ -293,52 +291,52 @@ def test_clients_that_leave_take_their_legs_with_them(
     assert freed_by_collector == []
 
 
-def test_what_clients_leave_that_go_while_prefill_is_asked_first_is_freed_without_the_garbage_collector(
+def test_requests_of_clients_that_leave_during_prefill_are_freed_without_the_garbage_collector(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    instances = [stand_in("prefill", slowly([])), stand_in("decode", answer)]
+    instances = [stand_in("prefill", answer_staying([])), stand_in("decode", answer)]
     for instance in instances:
         instance.told = {"engine": "openai"}
     running = Fleet(make_router(*instances, splitwise=True), instances)
-    with garbage(running.router.app) as left:
+    with collect_garbage(running.router.app) as left:
         ask_all(running, leaving=True)
-        left_running(running, instances)  # which know no aborts
+        count_left_running(running, instances)  # they do not accept aborts
     assert left == []
 
 
-def test_what_waits_in_line_for_too_long_is_freed_without_the_garbage_collector(fleet: Callable[..., Fleet]) -> None:
+def test_requests_that_time_out_in_the_queue_need_no_garbage_collector(fleet: Callable[..., Fleet]) -> None:
     running = fleet(False, max_concurrent_requests=1, queue_timeout_secs=0.05)
-    with garbage(running.router.app) as left:
-        ended = ask_all(running)
-        left_running(running, [])
-    assert "queue_timeout" in {one.error for one in ended}
+    with collect_garbage(running.router.app) as left:
+        results = ask_all(running)
+        count_left_running(running, [])
+    assert "queue_timeout" in {one.error for one in results}
     assert left == []
 
 
 @contextlib.contextmanager
-def garbage(router: RouterApp) -> Iterator[list[str]]:
-    """The types of a router's objects that only the garbage collector could free, once the block is left.
+def collect_garbage(router: RouterApp) -> Iterator[list[str]]:
+    """Collect the types of a router's objects that only the garbage collector can free after the block.
 
-    The collector is asked for what it found, not for how many are gone after it: what still runs ends meanwhile.
+    The types come from the collector's own list, because running requests free other objects at the same time.
     """
     types: list[str] = []
-    gc.freeze()  # what is there already would take most of its time
+    gc.freeze()  # so that the collector does not search older objects
     gc.disable()
     try:
         yield types
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        types += [type(one).__name__ for one in gc.garbage if of_requests(one, router)]
+        types += [type(one).__name__ for one in gc.garbage if belongs_to_requests(one, router)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
 
 
-def of_requests(one: object, router: RouterApp) -> bool:
-    """Whether it serves a router's requests: clients' connections, exchanges, instances' connections hold all the rest.
+def belongs_to_requests(one: object, router: RouterApp) -> bool:
+    """Return whether an object is a connection or an exchange of this router; these hold all other objects of requests.
 
-    Not everybody's: clients and stand-ins of this process leave garbage too, and so do routers of tests before.
+    Clients, stand-ins and routers of earlier tests in this process leave garbage, too.
     """
     if isinstance(one, RouterProtocol):
         return one._data_plane is router.proxy
@@ -347,9 +345,9 @@ def of_requests(one: object, router: RouterApp) -> bool:
     return False
 
 
-def slowly(fleet: list[StandIn]) -> Behaviour:
-    """Answer those that stay; the others only once they have left."""
-    sound = decodes(fleet) if fleet else answer
+def answer_staying(fleet: list[StandIn]) -> Behaviour:
+    """Return a behaviour that answers only clients that stay, and waits until the others have left."""
+    normal = behave_as_decode(fleet) if fleet else answer
 
     async def behave(request: Received, respond: Responder) -> None:
         if request.json["leaves"]:
@@ -359,47 +357,47 @@ def slowly(fleet: list[StandIn]) -> Behaviour:
             await respond.peer_left.wait()
             respond.keep_alive = False
         else:
-            await sound(request, respond)
+            await normal(request, respond)
 
     return behave
 
 
 def ask_all(fleet: Fleet, leaving: bool = False) -> list[Any]:
-    """All requests at once; what each client got. Of ``leaving`` ones, every other leaves and gets None."""
+    """Send all requests at once and return the results. With ``leaving``, half of the clients leave and get None."""
 
     async def ask(client: httpx.AsyncClient, number: int) -> ClientResult | None:
         leaves = leaving and number % 2 == 0
-        asked = {"request_id": f"r{number}", "number": str(number), "stream": number % 4 < 2, "leaves": leaves}
+        body = {"request_id": f"r{number}", "number": str(number), "stream": number % 4 < 2, "leaves": leaves}
         workers = fleet.router.workers
         url = f"{workers[number // 4 % len(workers)].url}/v1/chat/completions"
         if not leaves:
-            response = await client.post(url, json=asked)
+            response = await client.post(url, json=body)
             return read_answer("/v1/chat/completions", response)
         with contextlib.suppress(httpx.TimeoutException):
-            await client.post(url, json=asked, timeout=httpx.Timeout(20, read=0.3))
+            await client.post(url, json=body, timeout=httpx.Timeout(20, read=0.3))
         return None
 
-    async def all_of_them() -> list[ClientResult | None]:
+    async def ask_concurrently() -> list[ClientResult | None]:
         async with httpx.AsyncClient(
             trust_env=False, verify=False, timeout=30, limits=httpx.Limits(max_connections=REQUESTS)
         ) as client:
             return list(await asyncio.gather(*(ask(client, i) for i in range(REQUESTS))))
 
-    return fleet.router.thread.run(all_of_them(), deadline_s=60)
+    return fleet.router.thread.run(ask_concurrently(), deadline_s=60)
 
 
 def report(
-    fleet: Fleet, fault: str, ended: list[ClientResult], failing: StandIn, *, may_cut: bool = False, late: bool = False
+    fleet: Fleet, name: str, results: list[ClientResult], failing: StandIn, *, may_cut: bool = False, late: bool = False
 ) -> Report:
-    """Judge what the clients got, and keep it for the table.
+    """Count the clients' results, and add them to the table.
 
     Args:
         may_cut: streams may end with an error event where their instance broke off.
-        late: requests that the failing instance took may end with 504.
+        late: requests that reached the failing instance may end with 504.
     """
-    row = Report(fault, REQUESTS, 0, 0, 0, 0)
+    row = Report(name, REQUESTS, 0, 0, 0, 0)
     taken = {request.json["number"] for request in failing.received}
-    for number, one in enumerate(ended):
+    for number, one in enumerate(results):
         right = str(number) * (PIECES if number % 4 < 2 else 1)
         if one.status == 200 and not one.error:
             row.served += one.text == right
@@ -410,20 +408,20 @@ def report(
             row.wrong += (one.status, one.error) != (504, "request_timeout")
         else:
             row.lost += 1
-    row.left_running = left_running(fleet, [failing])
+    row.left_running = count_left_running(fleet, [failing])
     REPORTS.append(row)
     return row
 
 
-def left_running(fleet: Fleet, failing: list[StandIn], deadline_s: float = 20.0) -> int:
-    """Legs that still run, or were given up without an abort at a sound instance; after waiting for them to end."""
+def count_left_running(fleet: Fleet, failing: list[StandIn], deadline_s: float = 20.0) -> int:
+    """Wait for the end of all legs; count those that still run, or that a working instance lost without an abort."""
     give_up_at = time.monotonic() + deadline_s
-    while (left := _left_running(fleet, failing)) and time.monotonic() < give_up_at:
+    while (left := _count_left_running(fleet, failing)) and time.monotonic() < give_up_at:
         time.sleep(0.02)
     return left
 
 
-def _left_running(fleet: Fleet, failing: list[StandIn]) -> int:
+def _count_left_running(fleet: Fleet, failing: list[StandIn]) -> int:
     instances = fleet.instances
     candidates = [instance.load for worker in fleet.router.workers for instance in worker.app.registry]
     left: int = sum(abs(c.requests) + abs(c.tokens) + abs(round(c.queued)) for c in candidates)

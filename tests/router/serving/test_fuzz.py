@@ -1,4 +1,4 @@
-"""The HTTP face under what nobody means to send: never a 500, never a crash, and it serves on afterwards."""
+"""The HTTP server with unusual and invalid requests: it never answers 500 or logs an error, and serves the next one."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ MEMBERS = [
     *("port", "metrics_port", "connector_port", "rdma_ports", "device_ids", "transfer_protocol", "tp_size"),
     *("is_paused", "version", "connected_decodes", "instance", "undrain", "req_ids", "abort_all"),
 ]
-# Only loopback is ever asked; the others cannot be names.
+# All requests go to loopback; the other values are no valid names.
 HOSTS = ["127.0.0.1", "::1", "http://127.0.0.1", "", "\ud800", "\x80", "a\x00b", "127.0.0.1\r\nx: y", "a" * 300, " "]
 HEADERS = [
     *("authorization", "traceparent", "x-session-id", "content-type", "expect", "connection", "te", "upgrade"),
     *("content-encoding", "x-request-id", "accept", "cookie", "keep-alive", "x-odd"),
 ]
 
-_odd_text = st.text(st.characters(), max_size=8)  # lone surrogates among it
+_odd_text = st.text(st.characters(), max_size=8)  # with lone surrogates
 _scalars = st.one_of(
     st.none(),
     st.booleans(),
@@ -71,7 +71,7 @@ _objects = st.builds(
 
 @st.composite
 def _bodies(draw: st.DrawFn) -> bytes:
-    """JSON of odd shapes; cut, with members twice, nested deeply, or no JSON at all."""
+    """Draw unusual JSON: cut, with a member twice, nested deeply; or bytes that are no JSON."""
     data = json.dumps(draw(_objects), ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
     kind = draw(st.sampled_from(["whole", "whole", "cut", "twice", "deep", "value", "bytes", "encoded"]))
     if kind == "cut":
@@ -96,15 +96,15 @@ def _bodies(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def _registrations(draw: st.DrawFn) -> dict[str, Any]:
-    """What an instance tells, with some of it odd."""
+    """Draw the fields of a registration, some of them unusual."""
     role = draw(st.sampled_from(["mixed", "prefill", "decode", 0, 1, 2]))
-    sound = {"role": role, "host_ip": draw(_hosts), "port": draw(st.integers(1, 3)), "tp_size": 1}
-    return {**sound, **draw(st.dictionaries(st.sampled_from(MEMBERS), _values, max_size=3))}
+    fields = {"role": role, "host_ip": draw(_hosts), "port": draw(st.integers(1, 3)), "tp_size": 1}
+    return {**fields, **draw(st.dictionaries(st.sampled_from(MEMBERS), _values, max_size=3))}
 
 
 @st.composite
 def _bytes_of_requests(draw: st.DrawFn) -> bytes:
-    """Bytes that were a request before some of them were changed; or that never were."""
+    """Draw the bytes of requests with some bytes changed, or random bytes."""
     if draw(st.integers(0, 9)) == 0:
         return draw(st.binary(max_size=200))
     body = draw(
@@ -127,8 +127,8 @@ def _bytes_of_requests(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-class Faces:
-    """A router in each mode, before sound instances."""
+class Servers:
+    """A router in each mode, with instances without faults."""
 
     def __init__(self, thread: LoopThread) -> None:
         self.instances = [StandIn(role, thread).start() for role in ("mixed", "prefill", "decode")]
@@ -150,11 +150,11 @@ class Faces:
         return router
 
     def serve(self) -> bool:
-        """Whether each router still answers a plain request."""
+        """Return whether each router still serves a usual request."""
         return all(router.chat().status_code == 200 for router in self.routers)
 
     def close(self) -> None:
-        """End all of them."""
+        """Stop all routers and instances."""
         for router in self.routers:
             router.stop()
         for instance in self.instances:
@@ -162,23 +162,23 @@ class Faces:
 
 
 @pytest.fixture(scope="module")
-def faces(thread: LoopThread) -> Iterator[Faces]:
-    """Routers for all examples: what one example leaves behind, the next one meets."""
-    running = Faces(thread)
+def servers(thread: LoopThread) -> Iterator[Servers]:
+    """Start routers for all examples, so that an example also tests the state that earlier examples left."""
+    running = Servers(thread)
     yield running
     running.close()
 
 
 @pytest.fixture
 def errors(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What has been logged as an error since the last call."""
+    """Return a function that lists the errors logged since its last call."""
 
-    def logged() -> list[str]:
-        told = [caplog.handler.format(record) for record in caplog.records if record.levelname == "ERROR"]
+    def list_errors() -> list[str]:
+        messages = [caplog.handler.format(record) for record in caplog.records if record.levelname == "ERROR"]
         caplog.clear()
-        return told
+        return messages
 
-    return logged
+    return list_errors
 
 
 Errors = Callable[[], list[str]]
@@ -197,61 +197,61 @@ _quick = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=li
 )
 @example(method="POST", path="/v1/abort_requests", body=b'{"req_ids": [[]]}', headers={}, in_pairs=False)
 def test_no_request_is_answered_with_a_500(
-    faces: Faces, errors: Errors, method: str, path: str, body: bytes, headers: dict[str, str], in_pairs: bool
+    servers: Servers, errors: Errors, method: str, path: str, body: bytes, headers: dict[str, str], in_pairs: bool
 ) -> None:
-    response = faces.routers[in_pairs].client.request(method, path, content=body, headers=headers)
+    response = servers.routers[in_pairs].client.request(method, path, content=body, headers=headers)
     assert response.status_code < 500 or response.status_code == 503, response.text
-    assert faces.serve()
+    assert servers.serve()
     assert errors() == []
 
 
 @_quick
 @given(path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]), members=_objects, in_pairs=st.booleans())
-def test_what_a_completion_says_reaches_the_instances_as_it_was_or_is_a_400(
-    faces: Faces, errors: Errors, path: str, members: dict[str, Any], in_pairs: bool
+def test_a_completion_reaches_the_instances_unchanged_or_is_answered_with_400(
+    servers: Servers, errors: Errors, path: str, members: dict[str, Any], in_pairs: bool
 ) -> None:
-    for instance in faces.instances:
+    for instance in servers.instances:
         instance.received.clear()
     body = json.dumps(members).encode()
-    response = faces.routers[in_pairs].client.post(path, content=body)
+    response = servers.routers[in_pairs].client.post(path, content=body)
     assert response.status_code in (200, 400), response.text
     own = {"request_id", "disaggregate_info", "return_token_ids"}
-    for got in [got for instance in faces.instances for got in instance.received]:
+    for got in [got for instance in servers.instances for got in instance.received]:
         assert _without(got.json, own) == _without(json.loads(body), own)
     assert errors() == []
 
 
 def _without(members: dict[str, Any], names: set[str]) -> str:
-    """As text, in which NaN is equal to itself."""
+    """Return the other members as JSON, in which NaN equals NaN."""
     return json.dumps({name: value for name, value in members.items() if name not in names})
 
 
 @_quick
 @given(fields=_registrations(), in_pairs=st.booleans())
-def test_an_odd_registration_is_taken_or_a_400(
-    faces: Faces, errors: Errors, fields: dict[str, Any], in_pairs: bool
+def test_an_unusual_registration_is_accepted_or_answered_with_400(
+    servers: Servers, errors: Errors, fields: dict[str, Any], in_pairs: bool
 ) -> None:
-    router = faces.routers[in_pairs]
+    router = servers.routers[in_pairs]
     if fields["port"] in (1, 2, 3):
-        fields = {**fields, "port": faces.instances[fields["port"] - 1].port}
+        fields = {**fields, "port": servers.instances[fields["port"] - 1].port}
     response = router.client.post("/register", content=json.dumps(fields).encode())
     assert response.status_code in (200, 400), response.text
     for path in ("/registered", "/registered_number", "/decode_instances", "/metrics"):
         assert router.client.get(path).status_code == 200
-    for instance in faces.instances:
+    for instance in servers.instances:
         router.client.post("/register", json=instance.registration())
-    assert faces.serve()
+    assert servers.serve()
     assert errors() == []
 
 
-_TWICE_AND_MORE = 2 * b"GET /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" + b"}"
+TWO_REQUESTS_AND_A_BYTE = 2 * b"GET /v1/models HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}" + b"}"
 
 
 @_quick
 @given(data=_bytes_of_requests(), in_pairs=st.booleans())
-@example(data=_TWICE_AND_MORE, in_pairs=False)
-def test_no_bytes_are_answered_with_a_500(faces: Faces, errors: Errors, data: bytes, in_pairs: bool) -> None:
-    with socket.create_connection(("127.0.0.1", faces.routers[in_pairs].port)) as client:
+@example(data=TWO_REQUESTS_AND_A_BYTE, in_pairs=False)
+def test_no_bytes_are_answered_with_a_500(servers: Servers, errors: Errors, data: bytes, in_pairs: bool) -> None:
+    with socket.create_connection(("127.0.0.1", servers.routers[in_pairs].port)) as client:
         client.sendall(data)
         client.settimeout(0.01)
         received = b""
@@ -259,5 +259,5 @@ def test_no_bytes_are_answered_with_a_500(faces: Faces, errors: Errors, data: by
             while more := client.recv(65536):
                 received += more
     assert all(int(status) < 500 for status in re.findall(rb"HTTP/1\.1 (\d+)", received)), received
-    assert faces.serve()
+    assert servers.serve()
     assert errors() == []

@@ -1,8 +1,8 @@
-"""Whatever fails within a request, nothing of it stays behind: no load, place, connection, task or request.
+"""After any failure within a request, no load, place in a limit, connection, task or request of it is left.
 
-A fault is put into each place of a request's way in turn: each call of code outside ``router/serving`` raises once, and
-the task that serves the request is cancelled once at each point at which it waits. After each fault all counters must
-be zero, and the next request must be served. Real routers run over sockets; instances are stand-ins.
+The tests inject one fault after another: each call from ``router/serving`` to other code raises once, and the task that
+serves the request is cancelled once at each ``await``. After each fault all counters must be zero, and the next request
+must be served. Real routers run over sockets; instances are stand-ins.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from tests.support.waiting import wait_until
 
 PACKAGE = Path(router.__file__).parent
 SERVING = str(PACKAGE / "serving")
-# These give back what was taken, or only note something: a fault in them would be one in the last resort itself. They
-# are plain arithmetic, or end in calls of the event loop.
+# These functions release resources, so a fault within them would leak. They only count, or call the event loop.
 LAST_RESORTS = {
     *("remove_request", "remove_prefill", "leave", "close", "fail", "discard_open", "abort", "__repr__"),
     *("cut_response", "_complete_response", "end_with", "on_response_complete", "run"),
@@ -37,27 +36,27 @@ MOST_FAULTS = 400
 KEY = {"authorization": "Bearer sk-1"}
 
 
-class Way(NamedTuple):
-    """A kind of request, and the fleet that serves it."""
+class Case(NamedTuple):
+    """A request, and the fleet that serves it."""
 
     start: Callable[[MakeRouter, MakeStandIn, Path], RouterUnderTest]
     body: dict[str, Any]
 
 
-def mixed(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
-    return make_router(*(stand_in("mixed", serves) for _ in range(2)))
+def start_mixed(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
+    return make_router(*(stand_in("mixed", answer) for _ in range(2)))
 
 
-def limited(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
-    instances = [stand_in("mixed", serves) for _ in range(2)]
+def start_limited(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
+    instances = [stand_in("mixed", answer) for _ in range(2)]
     (tmp_path / "keys").write_text("alice: sk-1")
     limits = {"max_concurrent_requests": 4, "max_tokens_per_sec_per_key": 1e9}
     return make_router(*instances, sse_keepalive_secs=30.0, api_keys_file=str(tmp_path / "keys"), **limits)
 
 
-def paired(engine: str) -> Callable[[MakeRouter, MakeStandIn, Path], RouterUnderTest]:
+def start_pairs(engine: str) -> Callable[[MakeRouter, MakeStandIn, Path], RouterUnderTest]:
     def start(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
-        instances = [stand_in("prefill"), stand_in("decode", serves), stand_in("decode", serves)]
+        instances = [stand_in("prefill"), stand_in("decode", answer), stand_in("decode", answer)]
         for instance in instances:
             instance.told["engine"] = engine
         return make_router(*instances, splitwise=True)
@@ -65,12 +64,12 @@ def paired(engine: str) -> Callable[[MakeRouter, MakeStandIn, Path], RouterUnder
     return start
 
 
-def breaking(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
-    return make_router(*(stand_in("mixed", breaks_first) for _ in range(2)))
+def start_breaking(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
+    return make_router(*(stand_in("mixed", break_first) for _ in range(2)))
 
 
-def preempting(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
-    decodes = [stand_in("decode", preempts_first) for _ in range(2)]
+def start_preempting(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
+    decodes = [stand_in("decode", preempt_first) for _ in range(2)]
     return make_router(stand_in("prefill"), *decodes, splitwise=True)
 
 
@@ -79,14 +78,14 @@ def event(*ids: int, text: str = "a", finish: str | None = None) -> str:
     return json.dumps({"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]})
 
 
-async def serves(request: Received, respond: Responder) -> None:
+async def answer(request: Received, respond: Responder) -> None:
     if request.json.get("stream"):
         await streams("a", "b", "c")(request, respond)
     else:
         await answers()(request, respond)
 
 
-async def breaks_first(request: Received, respond: Responder) -> None:
+async def break_first(request: Received, respond: Responder) -> None:
     await respond.start_stream()
     await respond.event(event(1))
     await asyncio.sleep(0.002)
@@ -98,7 +97,7 @@ async def breaks_first(request: Received, respond: Responder) -> None:
         respond.cut()
 
 
-async def preempts_first(request: Received, respond: Responder) -> None:
+async def preempt_first(request: Received, respond: Responder) -> None:
     answer = json.loads(chat_answer())
     if not request.json.get("completion_token_ids"):
         answer["choices"][0] |= {"finish_reason": "pd_reschedule"}
@@ -106,25 +105,25 @@ async def preempts_first(request: Received, respond: Responder) -> None:
     await respond.answer(200, json.dumps(answer).encode())
 
 
-WAYS = {
-    "whole": Way(mixed, {}),
-    "stream": Way(mixed, {"stream": True}),
-    "whole of a pair": Way(paired("fastdeploy"), {}),
-    "stream of a pair": Way(paired("fastdeploy"), {"stream": True}),
-    "stream of a pair in order": Way(paired("vllm"), {"stream": True}),
-    "whole with limits": Way(limited, {}),
-    "stream with limits": Way(limited, {"stream": True}),
-    "stream that is resumed": Way(breaking, {"stream": True}),
-    "whole that is preempted": Way(preempting, {}),
+CASES = {
+    "whole": Case(start_mixed, {}),
+    "stream": Case(start_mixed, {"stream": True}),
+    "whole of a pair": Case(start_pairs("fastdeploy"), {}),
+    "stream of a pair": Case(start_pairs("fastdeploy"), {"stream": True}),
+    "stream of a pair in order": Case(start_pairs("vllm"), {"stream": True}),
+    "whole with limits": Case(start_limited, {}),
+    "stream with limits": Case(start_limited, {"stream": True}),
+    "stream that is resumed": Case(start_breaking, {"stream": True}),
+    "whole that is preempted": Case(start_preempting, {}),
 }
 
 
 class Fault(Exception):
-    """The fault put in."""
+    """The injected fault."""
 
 
 class CallFault:
-    """Raises in the call of that number, of those from serving to the rest of the router; counts from 1."""
+    """Raises in the ``number``-th call, counted from 1, from serving to other code of the router."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -145,7 +144,7 @@ class CallFault:
             raise Fault(self.place)
 
     async def arm(self) -> None:
-        """Watch the thread that runs this."""
+        """Watch the calling thread."""
         sys.setprofile(self)
 
     async def disarm(self) -> None:
@@ -153,7 +152,7 @@ class CallFault:
 
 
 class Cancelling:
-    """Awaits a coroutine, and cancels the task it runs in as it waits for the time of that number; counts from 1."""
+    """Awaits a coroutine, and cancels its task at the ``number``-th ``await``, counted from 1."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -179,18 +178,18 @@ class _Steps:
         step, sent = steps.send, None
         while True:
             try:
-                waited_for = step(sent)
+                awaited = step(sent)
             except StopIteration:
                 return
             self._fault.on_wait()
             try:
-                step, sent = steps.send, (yield waited_for)
+                step, sent = steps.send, (yield awaited)
             except BaseException as exc:
                 step, sent = steps.throw, exc
 
 
 def ask(under_test: RouterUnderTest, body: dict[str, Any]) -> int:
-    """The status of one request; 0 where the connection ended."""
+    """Send a request, and return its status, or 0 if the connection ended."""
     try:
         return under_test.client.post(
             "/v1/chat/completions", json={"messages": [], **body}, headers=KEY, timeout=10
@@ -200,12 +199,12 @@ def ask(under_test: RouterUnderTest, body: dict[str, Any]) -> int:
 
 
 def list_leaks(app: RouterApp) -> list[str]:
-    """What is counted though no request is served."""
+    """List the counters that are not zero while no request is served."""
     idle = sum(map(len, app.upstream._idle.values()))
     counted = {
-        "requests that live": app.proxy.num_requests,
-        "requests let in": app.admission.running,
-        "requests in line": app.admission.waiting,
+        "live requests": app.proxy.num_requests,
+        "admitted requests": app.admission.running,
+        "queued requests": app.admission.waiting,
         "connections in use": len(app.upstream._open) - idle,
     }
     for instance in app.registry:
@@ -215,56 +214,56 @@ def list_leaks(app: RouterApp) -> list[str]:
 
 
 async def list_tasks() -> list[str]:
-    """The tasks in which requests are served."""
+    """List the tasks that serve requests."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
     return [name for name in names if "ServingRequest" in name or "Cancelling" in name]
 
 
-def check_that_nothing_is_left(under_test: RouterUnderTest, place: str) -> None:
+def check_counters(under_test: RouterUnderTest, place: str) -> None:
     try:
         wait_until(lambda: not list_leaks(under_test.app), "zero counters", deadline_s=10, pause_s=0.001)
     except AssertionError:
         pytest.fail(f"a fault in {place} leaves {list_leaks(under_test.app)}")
     wait_until(lambda: not under_test.thread.run(list_tasks()), f"the end of all tasks after {place}", 10, 0.001)
-    for instance in under_test.app.registry:  # a fault may have been put down to an instance
+    for instance in under_test.app.registry:  # the fault may have counted as a failure of an instance
         instance.breaker.record_success()
         instance.mark_healthy(0.0)
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> Way:
-    return WAYS[request.param]
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
 
 
 @pytest.fixture
 def under_test(
-    way: Way, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    case: Case, make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> RouterUnderTest:
     monkeypatch.setattr("router.serving.attempt.PREFILL_GRACE_SECONDS", 0.05)
     monkeypatch.setattr("router.serving.attempt.SILENCE_SECONDS", 0.05)
     monkeypatch.setattr("router.serving.attempt.OTHER_LEG_SECONDS", 0.001)
     monkeypatch.setattr("router.serving.retry_loop.BACK_OFF_SECONDS", 0.0)
-    started = way.start(make_router, stand_in, tmp_path)
+    started = case.start(make_router, stand_in, tmp_path)
     for _ in range(2):
-        assert ask(started, way.body) == 200
+        assert ask(started, case.body) == 200
     return started
 
 
-def test_a_call_that_raises_leaves_nothing_behind(way: Way, under_test: RouterUnderTest) -> None:
+def test_a_call_that_raises_leaks_nothing(case: Case, under_test: RouterUnderTest) -> None:
     for number in range(1, MOST_FAULTS):
         fault = CallFault(number)
         under_test.thread.run(fault.arm())
-        ask(under_test, way.body)
+        ask(under_test, case.body)
         under_test.thread.run(fault.disarm())
-        check_that_nothing_is_left(under_test, fault.place)
-        assert ask(under_test, way.body) == 200, fault.place
+        check_counters(under_test, fault.place)
+        assert ask(under_test, case.body) == 200, fault.place
         if not fault.place:
             break
     assert 10 < number < MOST_FAULTS - 1
 
 
-def test_a_task_that_is_cancelled_leaves_nothing_behind(
-    way: Way, under_test: RouterUnderTest, monkeypatch: pytest.MonkeyPatch
+def test_a_task_that_is_cancelled_leaks_nothing(
+    case: Case, under_test: RouterUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ClientRequest.run
     faults: list[Cancelling] = []
@@ -275,11 +274,11 @@ def test_a_task_that_is_cancelled_leaves_nothing_behind(
     monkeypatch.setattr(ClientRequest, "run", run_with_fault)
     for number in range(1, MOST_FAULTS):
         faults.append(Cancelling(number))
-        ask(under_test, way.body)
-        was_put_in = faults[-1].left <= 0
+        ask(under_test, case.body)
+        was_injected = faults[-1].left <= 0
         faults.append(Cancelling(0))
-        check_that_nothing_is_left(under_test, f"wait {number}")
-        assert ask(under_test, way.body) == 200, number
-        if not was_put_in:
+        check_counters(under_test, f"wait {number}")
+        assert ask(under_test, case.body) == 200, number
+        if not was_injected:
             break
     assert number < MOST_FAULTS - 1

@@ -1,4 +1,4 @@
-"""What passes through the router, and what must not change on the way. Instances are stand-ins."""
+"""The parts of requests and responses that the router forwards unchanged. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ODD_BODY = (
 )
 
 
-def direct() -> Any:
-    """An HTTP client that asks no proxy; of httpx, though openai's types know only its successor."""
+def make_client() -> Any:
+    """Make a client of httpx without a proxy; ``Any``, because openai's types do not accept it."""
     return httpx.Client(trust_env=False, verify=False)
 
 
-def error_of(response: httpx.Response) -> dict[str, Any]:
+def read_error(response: httpx.Response) -> dict[str, Any]:
     body = response.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -37,14 +37,14 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def test_a_body_arrives_as_it_was_written(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_body_arrives_unchanged_except_for_its_request_id(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     make_router(instance).client.post("/v1/chat/completions", content=ODD_BODY.encode())
     sent = instance.received[0]
     assert sent.body == ODD_BODY[:-1].encode() + b',"request_id":"%s"}' % sent.json["request_id"].encode()
 
 
-def test_client_headers_pass_on_except_those_of_the_hop(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_client_headers_are_forwarded_except_hop_by_hop_ones(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     headers = {
         "Authorization": "Bearer secret",
@@ -75,26 +75,24 @@ def test_a_chunked_body_arrives_whole(make_router: MakeRouter, stand_in: MakeSta
 
 
 @pytest.mark.parametrize("status", [200, 201, 204, 400, 401, 404, 429, 500, 503])
-def test_status_headers_and_body_of_the_answer_pass_back(
+def test_status_headers_and_body_of_the_response_are_returned(
     make_router: MakeRouter, stand_in: MakeStandIn, status: int
 ) -> None:
     body = b"" if status == 204 else b'{"x":  1.0}'
-    instance = stand_in("mixed", answers(status, body, ("X-Kept", "1"), ("Retry-After", "3")))
+    instance = stand_in("mixed", answers(status, body, ("X-Other", "1"), ("Retry-After", "3")))
     response = make_router(instance).chat()
     assert (response.status_code, response.content) == (status, body)
-    assert (response.headers["x-kept"], response.headers["retry-after"]) == ("1", "3")
+    assert (response.headers["x-other"], response.headers["retry-after"]) == ("1", "3")
 
 
-def test_the_answers_hop_by_hop_headers_stay_behind(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_hop_by_hop_headers_of_the_response_are_not_returned(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", answers(200, b"x", ("Connection", "close, X-Hop"), ("X-Hop", "1")))
     response = make_router(instance).chat()
     assert "x-hop" not in response.headers
     assert response.headers.get("connection") != "close, X-Hop"
 
 
-def test_a_pooled_connection_gone_stale_does_not_cost_the_request(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_stale_pooled_connection_does_not_fail_the_request(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     for _ in range(3):
@@ -118,7 +116,7 @@ def test_a_request_lost_with_its_pooled_connection_is_sent_again_under_a_new_id(
     assert [got.json["request_id"] for got in instance.received[1:]] == ["r", "r-retry1"]
 
 
-def test_other_paths_pass_through_with_method_query_and_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_other_paths_are_forwarded_with_method_query_and_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", answers(200, b'{"ok": 1.0}'))
     router = make_router(instance)
     response = router.client.post("/v1/rer%61nk?d=e%20f&d=g", content=b"\x00not json")
@@ -127,26 +125,26 @@ def test_other_paths_pass_through_with_method_query_and_body(make_router: MakeRo
     assert (got.method, got.target, got.body) == ("POST", "/v1/rer%61nk?d=e%20f&d=g", b"\x00not json")
 
 
-def test_other_paths_reach_an_instance_in_a_pairs_mode_too(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_requests_to_other_paths_reach_an_instance_of_a_pair(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode", answers(200, b"from decode"))
     router = make_router(prefill, decode, splitwise=True)
     assert router.client.post("/v1/embeddings", json={}).content == b"from decode"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_router_alone_says_who_served_and_sets_no_cookie(
+def test_an_instance_cannot_set_the_routers_headers_or_cookies(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool
 ) -> None:
-    whose = ("x-router-decode", "X-Router-Mixed", "x-router-prefill", "X-Router-Prefill-URL", "x-router-decode-url")
-    names = (*whose, "x-router-decision", "set-cookie", "x-own")
-    told = "\r\n".join(f"{name}: 1" for name in names)
+    own_names = ("x-router-decode", "X-Router-Mixed", "x-router-prefill", "X-Router-Prefill-URL", "x-router-decode-url")
+    names = (*own_names, "x-router-decision", "set-cookie", "x-own")
+    lines = "\r\n".join(f"{name}: 1" for name in names)
 
-    async def tells(_: Received, respond: Responder) -> None:
+    async def answer_with_headers(_: Received, respond: Responder) -> None:
         kind = "text/event-stream" if stream else "application/json"
-        head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{told}\r\ncontent-length: 14\r\n\r\n"
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{lines}\r\ncontent-length: 14\r\n\r\n"
         await respond.raw(head.encode() + b"data: [DONE]\n\n")
 
-    instance = stand_in("mixed", tells)
+    instance = stand_in("mixed", answer_with_headers)
     router = make_router(instance)
     response = router.client.post("/v1/chat/completions", json={"messages": [], "stream": stream})
     own = {name: value for name, value in response.headers.multi_items() if name.startswith("x-router-")}
@@ -157,7 +155,7 @@ def test_the_router_alone_says_who_served_and_sets_no_cookie(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
-def test_a_client_cannot_speak_for_the_router_nor_choose_an_engines_process(
+def test_a_client_cannot_send_the_routers_headers_or_choose_an_engines_process(
     make_router: MakeRouter, stand_in: MakeStandIn, path: str
 ) -> None:
     instance = stand_in()
@@ -168,30 +166,30 @@ def test_a_client_cannot_speak_for_the_router_nor_choose_an_engines_process(
     assert "x-own" in names
 
 
-def test_head_passes_through(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    async def to_head(request: Any, respond: Any) -> None:
+def test_a_head_request_is_forwarded(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def answer_head(request: Any, respond: Any) -> None:
         await respond.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
 
-    response = make_router(stand_in("mixed", to_head)).client.head("/v1/responses/1")
+    response = make_router(stand_in("mixed", answer_head)).client.head("/v1/responses/1")
     assert (response.status_code, response.headers["content-length"]) == (200, "5")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"null", b"\xff"])
-def test_a_body_that_is_no_object_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
+def test_a_body_that_is_no_object_is_answered_400(make_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
     instance = stand_in()
     response = make_router(instance).client.post("/v1/chat/completions", content=body)
     assert response.status_code == 400
-    assert error_of(response)["type"] == "invalid_request_error"
+    assert read_error(response)["type"] == "invalid_request_error"
     assert instance.received == []
 
 
-def test_a_request_id_that_is_no_string_is_a_400_that_names_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_400_for_a_request_id_that_is_no_string_names_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     response = make_router(stand_in()).chat(request_id=5)
-    assert (response.status_code, error_of(response)["param"]) == (400, "request_id")
+    assert (response.status_code, read_error(response)["param"]) == (400, "request_id")
 
 
 @pytest.mark.parametrize(("request_id", "header"), [("mine", "mine"), ("é☃", None)])
-def test_vllm_gets_an_id_that_a_header_cannot_carry_in_the_body_alone(
+def test_vllm_gets_an_id_that_is_invalid_in_a_header_only_in_the_body(
     make_router: MakeRouter, stand_in: MakeStandIn, request_id: str, header: str | None
 ) -> None:
     instance = stand_in()
@@ -215,9 +213,9 @@ def test_another_attempt_at_vllm_has_another_id(
     assert ids == [request_id, f"{request_id}-retry1"]
 
 
-def test_get_on_a_completion_path_is_a_405(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_get_on_a_completion_path_is_answered_with_405(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     response = make_router(stand_in()).client.get("/v1/chat/completions")
-    assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+    assert (response.status_code, read_error(response)["code"]) == (405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
     assert make_router(stand_in()).client.put("/v1/responses/r").headers["allow"] == "GET, DELETE"
 
@@ -232,7 +230,7 @@ def test_get_on_a_completion_path_is_a_405(make_router: MakeRouter, stand_in: Ma
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_no_instance_is_a_503_that_names_the_role_and_how_to_register(
+def test_the_503_without_an_instance_names_the_role_and_the_command(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     splitwise: bool,
@@ -243,9 +241,9 @@ def test_no_instance_is_a_503_that_names_the_role_and_how_to_register(
 ) -> None:
     router = make_router(*(stand_in(role) for role in registered), splitwise=splitwise)
     response = router.client.post(path, json={})
-    assert (response.status_code, error_of(response)["code"]) == (503, "no_instance")
-    assert missing in error_of(response)["message"]
-    assert flag in error_of(response)["message"]
+    assert (response.status_code, read_error(response)["code"]) == (503, "no_instance")
+    assert missing in read_error(response)["message"]
+    assert flag in read_error(response)["message"]
 
 
 def test_a_paused_instance_is_not_chosen(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -256,17 +254,17 @@ def test_a_paused_instance_is_not_chosen(make_router: MakeRouter, stand_in: Make
     assert (len(open_.received), len(paused.received)) == (4, 0)
 
 
-def test_a_request_that_takes_too_long_is_a_504_and_is_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_request_that_times_out_is_a_504_and_is_aborted(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", never_answers)
     response = make_router(instance, request_timeout_secs=0.2).chat(request_id="r")
-    assert (response.status_code, error_of(response)["code"]) == (504, "request_timeout")
+    assert (response.status_code, read_error(response)["code"]) == (504, "request_timeout")
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
-    wait_until(lambda: instance.running == 0, "the connection to be closed")
+    wait_until(lambda: instance.running == 0, "the end of the connection")
 
 
 def test_the_openai_client_works(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in("prefill"), decode := stand_in("decode"), splitwise=True)
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", http_client=direct()) as client:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", http_client=make_client()) as client:
         messages: Any = [{"role": "user", "content": "hi"}]
         whole = client.chat.completions.create(model="m", messages=messages)
         assert whole.choices[0].message.content == "hello"
@@ -279,7 +277,7 @@ def test_the_openai_client_works(make_router: MakeRouter, stand_in: MakeStandIn)
 def test_the_openai_client_reads_the_routers_own_errors(make_router: MakeRouter) -> None:
     router = make_router()
     with (
-        openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", max_retries=0, http_client=direct()) as client,
+        openai.OpenAI(base_url=f"{router.url}/v1", api_key="k", max_retries=0, http_client=make_client()) as client,
         pytest.raises(openai.InternalServerError, match="no mixed instance is registered"),
     ):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
@@ -292,50 +290,48 @@ def test_curl_works(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     assert subprocess.run(argv, capture_output=True, check=True).stdout == chat_answer()
 
 
-def test_a_request_id_without_measure_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_request_id_that_is_too_long_is_answered_with_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     assert router.chat(request_id="x" * 256).status_code == 200
-    error = error_of(router.chat(request_id="x" * 257))
+    error = read_error(router.chat(request_id="x" * 257))
     assert (error["code"], error["param"]) == ("invalid_body", "request_id")
     assert len(instance.received) == 1
 
 
-def test_a_refusal_whose_body_never_comes_is_made_good_elsewhere(
+def test_a_request_is_sent_to_another_instance_if_the_body_of_a_refusal_is_missing(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.serving.attempt.REFUSAL_SECONDS", 0.05)
 
-    async def refuses_and_hangs(request: Received, respond: Responder) -> None:
+    async def refuse_and_hang(request: Received, respond: Responder) -> None:
         await respond.raw(b"HTTP/1.1 500 X\r\ncontent-length: 9\r\n\r\n")
         await respond.peer_left.wait()
         respond.keep_alive = False
 
-    router = make_router(stand_in("mixed", refuses_and_hangs), stand_in())
+    router = make_router(stand_in("mixed", refuse_and_hang), stand_in())
     assert [router.chat().status_code for _ in range(2)] == [200, 200]
 
 
-def test_what_is_no_completion_is_relayed_as_it_comes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    may_go_on = asyncio.Event()
+def test_a_response_that_is_no_completion_is_relayed_in_pieces(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    may_continue = asyncio.Event()
 
-    async def in_two_parts(request: Received, respond: Responder) -> None:
+    async def answer_in_two_parts(request: Received, respond: Responder) -> None:
         await respond.start_stream("application/x-ndjson")
         await respond.chunk(b"1\n")
-        await may_go_on.wait()
+        await may_continue.wait()
         await respond.chunk(b"2\n")
         await respond.end_stream()
 
-    router = make_router(stand_in("mixed", in_two_parts))
+    router = make_router(stand_in("mixed", answer_in_two_parts))
     with router.client.stream("POST", "/v1/audio/speech", json={}) as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"1\n"
-        router.thread.loop.call_soon_threadsafe(may_go_on.set)
+        router.thread.loop.call_soon_threadsafe(may_continue.set)
         assert b"".join(pieces) == b"2\n"
 
 
-def test_completions_are_not_asked_for_in_a_form_that_the_router_cannot_read(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_requests_for_completions_accept_no_compressed_response(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     for path in ("/v1/chat/completions", "/v1/embeddings"):
@@ -343,22 +339,22 @@ def test_completions_are_not_asked_for_in_a_form_that_the_router_cannot_read(
     assert [request.header("accept-encoding") for request in instance.received] == [None, "gzip"]
 
 
-def test_an_escaped_path_is_the_path(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_escaped_path_is_the_same_path(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     decode = stand_in("decode")
     router = make_router(stand_in("prefill"), decode, splitwise=True)
     assert router.client.post("/v1/ch%61t/completions", json={"messages": []}).status_code == 200
     assert "disaggregate_info" in decode.received[0].json
 
 
-def test_an_answer_of_204_has_no_length(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    async def nothing(request: Received, respond: Responder) -> None:
+def test_a_response_of_204_has_no_length(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def answer_204(request: Received, respond: Responder) -> None:
         await respond.raw(b"HTTP/1.1 204 No Content\r\n\r\n")
 
-    response = make_router(stand_in("mixed", nothing)).client.delete("/v1/responses/1")
+    response = make_router(stand_in("mixed", answer_204)).client.delete("/v1/responses/1")
     assert (response.status_code, "content-length" in response.headers) == (204, False)
 
 
-def test_a_router_without_room_for_a_connection_blames_no_instance(
+def test_a_router_that_cannot_open_connections_marks_no_instance_as_failed(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router = make_router(stand_in("prefill"), stand_in("decode"), splitwise=True, health_failure_threshold=1)
@@ -369,12 +365,12 @@ def test_a_router_without_room_for_a_connection_blames_no_instance(
     monkeypatch.setattr("router.http.pool.ConnectionPool.connect", no_room)
     response = router.chat()
     router.thread.run(router.app.health.check_all())
-    assert (response.status_code, error_of(response)["code"]) == (503, "router_overloaded")
+    assert (response.status_code, read_error(response)["code"]) == (503, "router_overloaded")
     assert {(each.state, each.breaker.failures) for each in router.app.registry} == {("healthy", 0)}
 
 
 @pytest.mark.parametrize("splitwise", [False, True])
-def test_the_record_of_a_whole_answer_has_its_bytes(
+def test_the_record_of_a_whole_response_has_its_bytes(
     make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool
 ) -> None:
     roles = ("prefill", "decode") if splitwise else ("mixed",)

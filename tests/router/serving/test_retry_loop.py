@@ -1,7 +1,7 @@
-"""The table of retries, cell by cell: how often a request that keeps failing in one way is sent.
+"""The table of retries, cell by cell: the number of attempts of a request that always fails in one way.
 
-Each test runs a real router before eight stand-ins that all fail in the same way, so that no instance is left over
-only because there are too few.
+Each test runs a real router with eight stand-ins that all fail in the same way, so that attempts do not end for lack
+of instances.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENGINE_DEATH = {"error": {"message": "EngineCore encountered an issue.", "type":
 
 
 def streams(*events: dict[str, Any], then: Behaviour) -> Behaviour:
-    """Send these events of a stream, and go on as ``then`` says."""
+    """Return a behaviour that sends these events of a stream, and continues with ``then``."""
 
     async def behave(request: Received, respond: Responder) -> None:
         await respond.start_stream()
@@ -44,12 +44,12 @@ def streams(*events: dict[str, Any], then: Behaviour) -> Behaviour:
     return behave
 
 
-async def ends(request: Received, respond: Responder) -> None:
+async def end_stream(request: Received, respond: Responder) -> None:
     await respond.event("[DONE]")
     await respond.end_stream()
 
 
-# How instances fail, by how far the request got and what the trouble is: of a stream, and of other requests.
+# Faults of instances, by the progress of the request and the trouble: of streams, and of other requests.
 FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
     (Reached.SENT, Trouble.DEATH): [cuts(), cuts(b"\x16\x03\x01garbage\r\n\r\n")],
     (Reached.HEAD, Trouble.DEATH): [
@@ -60,8 +60,8 @@ FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
     (Reached.HEAD, Trouble.REJECTION): [answers(status, b"{}") for status in (307, 400, 404, 422)],
 }
 STREAM_FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
-    (Reached.HEAD, Trouble.DEATH): [streams(ENGINE_DEATH, then=ends)],
-    (Reached.RELAYED, Trouble.DEATH): [streams(EVENT, then=cuts()), streams(EVENT, ENGINE_DEATH, then=ends)],
+    (Reached.HEAD, Trouble.DEATH): [streams(ENGINE_DEATH, then=end_stream)],
+    (Reached.RELAYED, Trouble.DEATH): [streams(EVENT, then=cuts()), streams(EVENT, ENGINE_DEATH, then=end_stream)],
     (Reached.RELAYED, Trouble.STALL): [streams(EVENT, then=never_answers)],
 }
 OTHER_FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
@@ -70,7 +70,7 @@ OTHER_FAULTS: dict[tuple[Reached, Trouble], list[Behaviour]] = {
 
 
 def list_cells() -> list[Any]:
-    """Each cell of the table that can come about, with each way in which it does."""
+    """List the possible cells of the table, each with all faults that lead to it."""
     cells = []
     for sent, reached, trouble in product(Sent, Reached, Trouble):
         faults = list(FAULTS.get((reached, trouble), ()))
@@ -94,7 +94,7 @@ def count_sent(instances: list[StandIn]) -> int:
 
 
 @pytest.mark.parametrize(("sent", "fault", "is_stream", "limit"), list_cells())
-def test_a_request_that_always_fails_in_one_way_is_sent_as_often_as_the_table_says(
+def test_the_number_of_attempts_of_a_request_that_always_fails_is_that_of_the_table(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,13 +106,13 @@ def test_a_request_that_always_fails_in_one_way_is_sent_as_often_as_the_table_sa
     monkeypatch.setattr("router.serving.retry_loop.BACK_OFF_SECONDS", 0.0)
     instances = [stand_in("mixed", fault) for _ in range(INSTANCES)]
     router = make_router(*instances, stream_stall_secs=0.1)
-    with contextlib.suppress(httpx.RemoteProtocolError):  # what has begun, and is no stream of events, is cut
+    with contextlib.suppress(httpx.RemoteProtocolError):  # the router cuts a response that has begun and is no stream
         ask(router, sent, **({"stream": True} if is_stream else {}))
     assert count_sent(instances) == limit
 
 
 @pytest.mark.parametrize("sent", Sent)
-def test_a_request_that_no_instance_has_seen_is_tried_at_others(
+def test_a_request_that_no_instance_has_received_is_sent_to_others(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     monkeypatch.setattr("router.serving.retry_loop.BACK_OFF_SECONDS", 0.0)
@@ -122,71 +122,71 @@ def test_a_request_that_no_instance_has_seen_is_tried_at_others(
         instance.stop()
     statuses = {ask(router, sent).status_code for _ in range(2)}
     assert statuses <= {200, 502}
-    assert 200 in statuses  # the first one finds six that refuse, or the seventh that does not; the second that one
+    assert 200 in statuses  # the second request finds the only open port
     assert max(len(record.attempts) for record in router.app.audit.records) <= MAX_ATTEMPTS
     assert find_limit(sent, Reached.UNSENT, Trouble.UNREACHABLE) == MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["new connections", "pooled connections"])
 @pytest.mark.parametrize("engine", ["fastdeploy", "vllm", "sglang"])
-def test_a_request_that_ends_every_instance_of_pairs_ends_two(
+def test_a_request_that_ends_every_instance_of_a_pair_ends_only_two(
     make_router: MakeRouter, stand_in: MakeStandIn, engine: str, is_warm: bool
 ) -> None:
-    ended: list[str] = []
+    died: list[str] = []
 
-    async def dies_of_poison(request: Received, respond: Responder) -> None:
+    async def die_of_poison(request: Received, respond: Responder) -> None:
         if b"poison" in request.body:
-            ended.append(request.target)
+            died.append(request.target)
             respond.cut()
         else:
             await answers()(request, respond)
 
-    instances = [stand_in(role, dies_of_poison) for role in ("prefill", "decode") for _ in range(4)]
+    instances = [stand_in(role, die_of_poison) for role in ("prefill", "decode") for _ in range(4)]
     for instance in instances:
         instance.told["engine"] = engine
     router = make_router(*instances, splitwise=True)
     for _ in range(8 if is_warm else 0):
         assert router.chat().status_code == 200
     assert router.chat(user="poison").status_code == 502
-    assert len(ended) == MAX_DEATHS
+    assert len(died) == MAX_DEATHS
 
 
-def test_poison_that_reaches_a_pair_over_an_idle_connection_that_was_closed_ends_three_instances(
+def test_a_request_that_ends_instances_ends_three_after_a_stale_connection(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    """The prefill instances die later than the router waits for. Only new connections reach the decode instances."""
-    ended: set[str] = set()
+    """The prefill instances die after the router has stopped waiting. Only new connections reach decode instances."""
+    died: set[str] = set()
 
-    def dies(name: str, *, is_prefill: bool) -> Behaviour:
+    def die(name: str, *, is_prefill: bool) -> Behaviour:
         async def behave(request: Received, respond: Responder) -> None:
             if b"poison" not in request.body:
                 await answers()(request, respond)
                 return
             if is_prefill or request.header("connection") == "close":
-                ended.add(name)
+                died.add(name)
             await asyncio.sleep(3 * OTHER_LEG_SECONDS if is_prefill else 0)
             respond.cut()
 
         return behave
 
-    instances = [stand_in("prefill", dies(f"prefill {number}", is_prefill=True)) for number in range(INSTANCES)]
-    instances += [stand_in("decode", dies(f"decode {number}", is_prefill=False)) for number in range(4)]
+    instances = [stand_in("prefill", die(f"prefill {number}", is_prefill=True)) for number in range(INSTANCES)]
+    instances += [stand_in("decode", die(f"decode {number}", is_prefill=False)) for number in range(4)]
     for instance in instances:
         instance.told["engine"] = "sglang"
     router = make_router(*instances, splitwise=True, prefill_policy="round_robin", decode_policy="consistent_hash")
     for _ in range(INSTANCES):  # all prefill instances and one decode instance have an idle connection
         assert router.chat(user="u").status_code == 200
     assert router.chat(user="u", stop="poison").status_code == 502
-    assert len(ended) == 3
+    assert len(died) == 3
 
 
-def test_deaths_before_and_within_an_answer_count_together(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    deaths = iter([cuts(), streams(EVENT, then=cuts())])
+def test_deaths_before_and_during_a_response_count_together(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    behaviours = iter([cuts(), streams(EVENT, then=cuts())])
 
-    async def dies(request: Received, respond: Responder) -> None:
-        await next(deaths, streams(EVENT, then=ends))(request, respond)
+    async def die(request: Received, respond: Responder) -> None:
+        await next(behaviours, streams(EVENT, then=end_stream))(request, respond)
 
-    instances = [stand_in("mixed", dies) for _ in range(INSTANCES)]
+    instances = [stand_in("mixed", die) for _ in range(INSTANCES)]
     text = make_router(*instances).chat(stream=True).text
     assert "instances failed 2 times while they served this request, so it is not sent again" in text
     assert count_sent(instances) == MAX_DEATHS
@@ -200,9 +200,7 @@ def test_the_death_of_one_of_a_pair_counts_although_the_other_was_not_reached() 
 
 
 @pytest.mark.parametrize(("second", "ends"), [("a:1", False), ("b:1", True)])
-def test_an_instance_that_breaks_an_idle_connection_and_then_a_new_one_counts_as_one_death(
-    second: str, ends: bool
-) -> None:
+def test_an_instance_that_breaks_an_idle_and_then_a_new_connection_counts_as_one_death(second: str, ends: bool) -> None:
     retries = Retries(Sent.GENERATION)
     assert not retries.find_end(Reached.SENT, Trouble.DEATH, 1, "a:1", is_stale=True)
     assert bool(retries.find_end(Reached.SENT, Trouble.DEATH, 1, second)) == ends
@@ -217,26 +215,26 @@ def test_a_death_in_a_pair_counts_if_the_other_instance_had_broken_an_idle_conne
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "500"), (429, "429")])
-def test_the_keeper_of_a_response_that_fails_is_not_asked_again(
+def test_the_instance_that_stores_a_response_gets_a_failed_request_only_once(
     make_router: MakeRouter, stand_in: MakeStandIn, status: int, code: str
 ) -> None:
-    async def keeps(request: Received, respond: Responder) -> None:
+    async def answer_first_request(request: Received, respond: Responder) -> None:
         if request.json.get("previous_response_id"):
             await respond.answer(status, b'{"error": {"code": "%s"}}' % code.encode())
         else:
             await respond.answer(200, b'{"id": "resp_1"}')
 
-    instances = [stand_in("mixed", keeps) for _ in range(2)]
+    instances = [stand_in("mixed", answer_first_request) for _ in range(2)]
     router = make_router(*instances)
     assert router.client.post("/v1/responses", json={"input": "a"}).status_code == 200
     assert router.client.post("/v1/responses", json={"previous_response_id": "resp_1"}).status_code == status
     assert count_sent(instances) == 2
 
 
-def test_an_engine_that_says_that_it_died_counts_as_a_broken_connection(
+def test_an_engines_error_about_its_death_counts_as_a_broken_connection(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    instance = stand_in("mixed", streams(EVENT, ENGINE_DEATH, then=ends))
+    instance = stand_in("mixed", streams(EVENT, ENGINE_DEATH, then=end_stream))
     router = make_router(instance, stream_resume_count=0)
     text = router.chat(stream=True).text
     assert text.count('"error"') == 1
@@ -257,10 +255,10 @@ def test_an_engine_that_says_that_it_died_counts_as_a_broken_connection(
         {"choices": [{"index": 0, "delta": {"content": "b"}}], "error": {"code": 500}},
     ],
 )
-def test_an_error_that_says_nothing_of_the_engine_passes_through(
+def test_an_error_that_is_no_failure_of_the_engine_is_forwarded(
     make_router: MakeRouter, stand_in: MakeStandIn, error: dict[str, Any]
 ) -> None:
-    instances = [stand_in("mixed", streams(EVENT, error, then=ends)) for _ in range(2)]
+    instances = [stand_in("mixed", streams(EVENT, error, then=end_stream)) for _ in range(2)]
     router = make_router(*instances)
     text = router.chat(stream=True).text
     assert json.dumps(error) in text
@@ -281,5 +279,5 @@ def test_an_error_that_says_nothing_of_the_engine_passes_through(
         ("PATCH", "/v1/embeddings/1", Sent.ONCE),
     ],
 )
-def test_what_is_sent_is_told_by_method_and_path(method: str, path: str, sent: Sent) -> None:
+def test_method_and_path_decide_how_a_request_may_be_repeated(method: str, path: str, sent: Sent) -> None:
     assert classify(method, path) is sent

@@ -1,4 +1,4 @@
-"""Who is chosen, and who is paired with whom. The clock and chance are the tests' own."""
+"""The choice of instances and pairs. The tests set the clock and the chance."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Fleet:
         registration = Registration.from_fields({"role": role, "host_ip": host, "port": port, **fields})
         return self.registry.register(registration, self.now)
 
-    def chosen(self, requests: int = 24, excluded: tuple[str, ...] = ()) -> Counter[str]:
-        """How often each instance, or each pair, is chosen."""
+    def count_choices(self, requests: int = 24, excluded: tuple[str, ...] = ()) -> Counter[str]:
+        """Count the choices of each instance or pair."""
         return Counter(_names(self.selector.choose(REQUEST, excluded)) for _ in range(requests))
 
     def refusal(self, excluded: tuple[str, ...] = ()) -> NoInstance:
@@ -61,21 +61,21 @@ def break_circuit(instance: Instance, now: float) -> None:
         instance.record_failure(now, "it answered with 500")
 
 
-def test_versions_that_are_rolled_out_side_by_side_are_never_mixed() -> None:
+def test_instances_of_different_versions_are_never_paired() -> None:
     fleet = Fleet()
     for version in "ab":
         for role in ("prefill", "decode"):
             fleet.add(role, f"{role}.{version}:1", version=version)
-    assert set(fleet.chosen()) == {"prefill.a:1>decode.a:1", "prefill.b:1>decode.b:1"}
+    assert set(fleet.count_choices()) == {"prefill.a:1>decode.a:1", "prefill.b:1>decode.b:1"}
 
 
-def test_engines_side_by_side_are_never_mixed() -> None:
+def test_instances_of_different_engines_are_never_paired() -> None:
     fleet = Fleet()
     for engine in ("fastdeploy", "vllm", "sglang"):
         for role in ("prefill", "decode"):
             fleet.add(role, f"{role}.{engine}:1", engine=engine)
     pairs = {f"prefill.{engine}:1>decode.{engine}:1" for engine in ("fastdeploy", "vllm", "sglang")}
-    assert set(fleet.chosen()) == pairs
+    assert set(fleet.count_choices()) == pairs
 
 
 def test_a_prefill_without_a_partner_is_not_chosen() -> None:
@@ -83,19 +83,19 @@ def test_a_prefill_without_a_partner_is_not_chosen() -> None:
     fleet.add("prefill", "p:1", version="new")
     fleet.add("prefill", "p:2", version="old")
     fleet.add("decode", "d:1", version="old")
-    assert set(fleet.chosen()) == {"p:2>d:1"}
+    assert set(fleet.count_choices()) == {"p:2>d:1"}
 
 
-def test_a_prefill_whose_only_partner_is_excluded_is_not_chosen() -> None:
+def test_a_prefill_with_only_excluded_partners_is_not_chosen() -> None:
     fleet = Fleet()
     for version in "ab":
         fleet.add("prefill", f"p.{version}:1", version=version)
         fleet.add("decode", f"d.{version}:1", version=version)
-    assert set(fleet.chosen(excluded=("d.a:1",))) == {"p.b:1>d.b:1"}
+    assert set(fleet.count_choices(excluded=("d.a:1",))) == {"p.b:1>d.b:1"}
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "status", "said"),
+    ("prefill", "decode", "status", "message"),
     [
         ({"tp_size": 1}, {"tp_size": 4}, 400, "registered are prefill [1] and decode [4]"),
         ({"engine": "sglang"}, {}, 503, "must run the same engine"),
@@ -109,78 +109,78 @@ def test_a_prefill_whose_only_partner_is_excluded_is_not_chosen() -> None:
         ({"connected_decodes": ["d:2"]}, {}, 503, "connected to"),
     ],
 )
-def test_why_there_is_no_pair_is_said_in_one_sentence(
-    prefill: dict[str, Any], decode: dict[str, Any], status: int, said: str
+def test_the_error_without_a_pair_has_the_reason_in_one_sentence(
+    prefill: dict[str, Any], decode: dict[str, Any], status: int, message: str
 ) -> None:
     fleet = Fleet()
     fleet.add("prefill", "p:1", **prefill)
     fleet.add("decode", "d:1", **decode)
     error = fleet.refusal().error
     assert error.status == status
-    assert said in error.message
+    assert message in error.message
 
 
-def test_a_change_of_what_an_instance_registers_is_seen_by_the_next_request() -> None:
+def test_the_next_request_uses_the_changed_registration_of_an_instance() -> None:
     fleet = Fleet()
     fleet.add(*PREFILL, version="a")
     fleet.add(*DECODE, version="a")
-    assert fleet.chosen()
+    assert fleet.count_choices()
     fleet.add(*DECODE, version="b")
     assert "have the same version" in fleet.refusal().error.message
     fleet.add(*PREFILL, version="b")
-    assert fleet.chosen()
+    assert fleet.count_choices()
     fleet.add(*DECODE, version="b", is_paused=True)
     assert "10.0.0.2:1 is paused" in fleet.refusal().error.message
 
 
-def test_a_draining_instance_is_not_chosen_whatever_its_heartbeat_says() -> None:
+def test_a_draining_instance_is_not_chosen_after_its_next_heartbeat() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1")
     fleet.add("mixed", "b:1").set_draining(True)
     fleet.add("mixed", "b:1")
-    assert set(fleet.chosen()) == {"a:1"}
+    assert set(fleet.count_choices()) == {"a:1"}
     fleet.add("mixed", "b:1").set_draining(False)
-    assert set(fleet.chosen()) == {"a:1", "b:1"}
+    assert set(fleet.count_choices()) == {"a:1", "b:1"}
 
 
-def test_an_instance_whose_breaker_opened_is_not_chosen() -> None:
+def test_an_instance_with_an_open_breaker_is_not_chosen() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1")
     break_circuit(fleet.add("mixed", "b:1"), fleet.now)
-    assert set(fleet.chosen()) == {"a:1"}
+    assert set(fleet.count_choices()) == {"a:1"}
 
 
-def test_a_broken_circuit_is_tried_by_one_request_after_a_while_and_closed_by_its_success() -> None:
+def test_an_open_breaker_admits_one_request_after_a_time_and_closes_after_its_success() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1")
     broken = fleet.add("mixed", "b:1")
     break_circuit(broken, fleet.now)
-    fleet.chosen()
+    fleet.count_choices()
     fleet.now += OPEN_SECONDS
-    assert fleet.chosen()["b:1"] == 1
+    assert fleet.count_choices()["b:1"] == 1
     broken.record_success(fleet.now)
     fleet.now += SLOW_START_SECONDS
-    assert fleet.chosen()["b:1"] == 12
+    assert fleet.count_choices()["b:1"] == 12
 
 
 @pytest.mark.parametrize("splitwise", [True, False])
-def test_where_every_circuit_is_broken_requests_go_on(splitwise: bool) -> None:
+def test_requests_continue_if_all_breakers_are_open(splitwise: bool) -> None:
     fleet = Fleet(splitwise)
     instances = [fleet.add(role, f"{role}:1") for role in (("prefill", "decode") if splitwise else ("mixed",))]
     for instance in instances:
         break_circuit(instance, fleet.now)
-    assert fleet.chosen(requests=3).total() == 3
+    assert fleet.count_choices(requests=3).total() == 3
 
 
-def test_a_broken_circuit_is_used_where_only_it_makes_a_pair() -> None:
+def test_an_instance_with_an_open_breaker_is_used_if_no_other_makes_a_pair() -> None:
     fleet = Fleet()
     fleet.add("prefill", "p:1", version="a")
     break_circuit(fleet.add("decode", "d.a:1", version="a"), fleet.now)
     fleet.add("decode", "d.b:1", version="b")
-    assert set(fleet.chosen()) == {"p:1>d.a:1"}
+    assert set(fleet.count_choices()) == {"p:1>d.a:1"}
 
 
-def test_an_instance_that_came_back_gets_its_share_little_by_little() -> None:
+def test_the_share_of_an_instance_that_returned_grows_slowly() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1")
     fleet.come_back(fleet.add("mixed", "b:1"))
@@ -197,25 +197,25 @@ def test_an_instance_that_came_back_gets_its_share_little_by_little() -> None:
 
 def _draw(fleet: Fleet, chance: float) -> Counter[str]:
     fleet.chance = chance
-    return fleet.chosen()
+    return fleet.count_choices()
 
 
-def test_an_instance_that_came_back_takes_all_where_there_is_no_other() -> None:
+def test_an_instance_that_returned_gets_all_requests_if_there_is_no_other() -> None:
     fleet = Fleet(splitwise=False)
     fleet.come_back(fleet.add("mixed", "a:1"))
     fleet.chance = 0.99
-    assert fleet.chosen() == {"a:1": 24}
+    assert fleet.count_choices() == {"a:1": 24}
 
 
-def test_an_instance_that_registers_for_the_first_time_takes_its_share_at_once() -> None:
+def test_an_instance_that_registers_for_the_first_time_gets_its_whole_share_at_once() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1")
     fleet.add("mixed", "b:1")
     fleet.chance = 0.99
-    assert fleet.chosen() == {"a:1": 12, "b:1": 12}
+    assert fleet.count_choices() == {"a:1": 12, "b:1": 12}
 
 
-def test_other_requests_go_to_decode_and_never_to_prefill_which_may_answer_with_one_token() -> None:
+def test_other_requests_go_to_decode_and_never_to_prefill() -> None:
     fleet = Fleet()
     fleet.add("prefill", "p:1", version="b")
     with pytest.raises(NoInstance, match="no decode instance is registered"):
@@ -224,54 +224,54 @@ def test_other_requests_go_to_decode_and_never_to_prefill_which_may_answer_with_
     assert fleet.selector.choose_any(REQUEST).answering.key == "d:1"
 
 
-def test_an_instance_that_came_back_is_left_out_with_its_pairs_and_never_leaves_a_role_empty() -> None:
+def test_an_instance_that_returned_is_skipped_with_its_pairs_if_others_can_serve() -> None:
     fleet = Fleet()
     fleet.chance = 0.99
     fleet.add("prefill", "p.a:1", version="a")
     fleet.come_back(fleet.add("decode", "d.a:1", version="a"))
-    assert set(fleet.chosen()) == {"p.a:1>d.a:1"}
+    assert set(fleet.count_choices()) == {"p.a:1>d.a:1"}
     fleet.add("prefill", "p.b:1", version="b")
     fleet.add("decode", "d.b:1", version="b")
-    assert set(fleet.chosen()) == {"p.b:1>d.b:1"}
-    assert set(fleet.chosen(excluded=("d.b:1",))) == {"p.a:1>d.a:1"}
+    assert set(fleet.count_choices()) == {"p.b:1>d.b:1"}
+    assert set(fleet.count_choices(excluded=("d.b:1",))) == {"p.a:1>d.a:1"}
     fleet.chance = 0.05
-    assert set(fleet.chosen()) == {"p.a:1>d.a:1", "p.b:1>d.b:1"}
+    assert set(fleet.count_choices()) == {"p.a:1>d.a:1", "p.b:1>d.b:1"}
 
 
-def test_an_instance_whose_share_is_none_takes_only_what_no_other_can() -> None:
+def test_an_instance_without_a_share_gets_only_requests_that_no_other_can_serve() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1").set_share(0.0)
-    assert fleet.chosen() == {"a:1": 24}
+    assert fleet.count_choices() == {"a:1": 24}
     fleet.add("mixed", "b:1")
     fleet.chance = 0.0
-    assert fleet.chosen() == {"b:1": 24}
-    assert fleet.chosen(excluded=("b:1",)) == {"a:1": 24}
+    assert fleet.count_choices() == {"b:1": 24}
+    assert fleet.count_choices(excluded=("b:1",)) == {"a:1": 24}
     fleet.come_back(fleet.add("mixed", "c:1"))
     fleet.chance = 0.99
-    assert fleet.chosen(excluded=("b:1",)) == {"c:1": 24}
+    assert fleet.count_choices(excluded=("b:1",)) == {"c:1": 24}
 
 
-def test_an_instance_is_in_the_choice_again_once_its_share_is_whole() -> None:
+def test_an_instance_is_chosen_as_usual_when_its_share_is_whole() -> None:
     fleet = Fleet(splitwise=False)
     fleet.add("mixed", "a:1")
     fleet.come_back(fleet.add("mixed", "b:1"))
     fleet.chance = 0.99
-    assert fleet.chosen() == {"a:1": 24}
+    assert fleet.count_choices() == {"a:1": 24}
     fleet.now += SLOW_START_SECONDS
-    assert fleet.chosen() == {"a:1": 12, "b:1": 12}
+    assert fleet.count_choices() == {"a:1": 12, "b:1": 12}
 
 
-def test_where_every_circuit_is_broken_the_choice_is_not_prepared_for_each_request() -> None:
+def test_candidates_are_not_prepared_for_each_request_if_all_breakers_are_open() -> None:
     fleet = Fleet(splitwise=False)
     for key in ("a:1", "b:1"):
         break_circuit(fleet.add("mixed", key), fleet.now)
-    fleet.chosen(1)
+    fleet.count_choices(1)
     generation = fleet.registry.events.generation
-    fleet.chosen()
+    fleet.count_choices()
     assert fleet.registry.events.generation == generation
 
 
-def test_of_many_instances_that_cannot_take_a_request_some_are_named() -> None:
+def test_the_error_names_some_of_many_instances_that_cannot_serve_a_request() -> None:
     fleet = Fleet(splitwise=False)
     for number in range(1000):
         fleet.add("mixed", f"a{number}:1").set_draining(True)
@@ -280,8 +280,8 @@ def test_of_many_instances_that_cannot_take_a_request_some_are_named() -> None:
     assert message.endswith("; a9:1 is draining; and 990 others)")
 
 
-class ManyOrFew(NamedTuple):
-    """A way in which a request's choice could take time by the number of instances."""
+class Case(NamedTuple):
+    """A case in which the time of a choice could depend on the number of instances."""
 
     splitwise: bool
     num_returned: int = 0
@@ -289,7 +289,7 @@ class ManyOrFew(NamedTuple):
     is_generated: bool = True
 
     def count(self, size: int) -> int:
-        """The instructions of a choice in a fleet of this size."""
+        """Count the instructions of a choice in a fleet of this size."""
         fleet = Fleet(self.splitwise)
         for number in range(size):
             for role in ("prefill", "decode") if self.splitwise else ("mixed",):
@@ -309,7 +309,7 @@ class ManyOrFew(NamedTuple):
 @pytest.mark.parametrize(
     "case",
     [
-        ManyOrFew(splitwise, returned, excluded, generated)
+        Case(splitwise, returned, excluded, generated)
         for splitwise in (False, True)
         for returned in (0, 1, 3)
         for excluded in (0, 2)
@@ -317,12 +317,12 @@ class ManyOrFew(NamedTuple):
     ],
     ids=str,
 )
-def test_a_choice_among_many_instances_takes_no_longer_than_among_few(case: ManyOrFew) -> None:
+def test_a_choice_among_many_instances_takes_no_longer_than_among_few(case: Case) -> None:
     assert case.count(300) <= case.count(10)
 
 
 @pytest.mark.parametrize("splitwise", [False, True])
-def test_that_no_instance_is_there_is_said_without_looking_at_all_for_each_request(splitwise: bool) -> None:
+def test_the_error_without_an_instance_takes_no_longer_in_a_large_fleet(splitwise: bool) -> None:
     def count(size: int) -> int:
         fleet = Fleet(splitwise)
         for number in range(size):
@@ -333,36 +333,36 @@ def test_that_no_instance_is_there_is_said_without_looking_at_all_for_each_reque
     assert count(300) <= count(20)
 
 
-class TestForgettingCaches:
-    """When policies are told that an instance's cache is void."""
+class TestLostCaches:
+    """The registry reports that an instance has lost its cache."""
 
     @pytest.fixture
     def fleet(self) -> Fleet:
         fleet = Fleet(splitwise=False)
         fleet.add("mixed", "a:1", version="v")
-        self.forgotten: list[str] = []
-        fleet.registry.events.lost_caches.subscribe(self.forgotten.append)
+        self.lost: list[str] = []
+        fleet.registry.events.lost_caches.subscribe(self.lost.append)
         return fleet
 
-    def test_not_at_a_heartbeat(self, fleet: Fleet) -> None:
+    def test_a_heartbeat_does_not_lose_the_cache(self, fleet: Fleet) -> None:
         fleet.add("mixed", "a:1", version="v", is_paused=True, connected_decodes=["d:1"], load=5)
-        assert self.forgotten == []
+        assert self.lost == []
 
-    def test_when_it_comes_back(self, fleet: Fleet) -> None:
+    def test_an_instance_that_returns_has_lost_its_cache(self, fleet: Fleet) -> None:
         fleet.come_back(fleet.add("mixed", "a:1", version="v"))
-        assert self.forgotten == ["a:1"]
+        assert self.lost == ["a:1"]
 
-    def test_when_it_registers_as_another(self, fleet: Fleet) -> None:
+    def test_an_instance_of_another_version_has_lost_its_cache(self, fleet: Fleet) -> None:
         fleet.add("mixed", "a:1", version="w")
-        assert self.forgotten == ["a:1"]
+        assert self.lost == ["a:1"]
 
-    def test_when_it_is_gone(self, fleet: Fleet) -> None:
+    def test_a_removed_instance_has_lost_its_cache(self, fleet: Fleet) -> None:
         fleet.registry.forget_silent(fleet.now + 100, expiry=30)
-        assert self.forgotten == ["a:1"]
+        assert self.lost == ["a:1"]
 
-    def test_the_policy_of_each_role_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        told: list[str] = []
-        monkeypatch.setattr(RoundRobin, "forget_instance", lambda policy, key: told.append(key))
+    def test_the_policy_of_each_role_forgets_the_instance(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forgotten: list[str] = []
+        monkeypatch.setattr(RoundRobin, "forget_instance", lambda policy, key: forgotten.append(key))
         fleet = Fleet()
         fleet.come_back(fleet.add("decode", "d:1"))
-        assert told == ["d:1", "d:1"]
+        assert forgotten == ["d:1", "d:1"]

@@ -1,4 +1,4 @@
-"""Event streams: relayed as they come, never broken in the middle of an event. Instances are stand-ins."""
+"""Event streams: relayed at once, but never cut within an event. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.router.stand_in import Behaviour, Received, Responder, never_answers,
 from tests.support.waiting import wait_until
 
 
-def sends(*chunks: bytes, cut: bool = False, content_type: str = "text/event-stream") -> Behaviour:
-    """Stream these chunks, each in a segment of its own; then end, or break off."""
+def send(*chunks: bytes, cut: bool = False, content_type: str = "text/event-stream") -> Behaviour:
+    """Return a behaviour that streams these chunks in separate segments, and then ends or breaks off."""
 
     async def behave(request: Received, respond: Responder) -> None:
         await respond.start_stream(content_type)
@@ -36,74 +36,72 @@ def sends(*chunks: bytes, cut: bool = False, content_type: str = "text/event-str
     return behave
 
 
-def events_of(data: bytes) -> list[str]:
-    """The data of each event, as a client's parser reads them."""
+def read_events(data: bytes) -> list[str]:
+    """Return the data of each event like a client's parser."""
     assert data.endswith(b"\n\n")
     return [event.removeprefix("data: ") for event in data.decode().split("\n\n")[:-1]]
 
 
 def test_each_event_is_relayed_before_the_next_exists(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    may_go_on = asyncio.Event()
+    may_continue = asyncio.Event()
 
-    async def waits_for_the_client(request: Received, respond: Responder) -> None:
+    async def wait_for_client(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event("first")
-        await may_go_on.wait()
+        await may_continue.wait()
         await respond.event("second")
         await respond.end_stream()
 
-    router = make_router(stand_in("mixed", waits_for_the_client))
+    router = make_router(stand_in("mixed", wait_for_client))
     with router.stream() as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"data: first\n\n"
-        router.thread.loop.call_soon_threadsafe(may_go_on.set)
+        router.thread.loop.call_soon_threadsafe(may_continue.set)
         assert b"".join(pieces) == b"data: second\n\n"
 
 
-def test_a_stream_cut_in_half_reaches_the_client_byte_for_byte(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_stream_with_split_events_is_relayed_unchanged(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     chunks = [b"data: 1\n", b"\ndata: 2\n\nda", b"ta: 3\r\n\r\n: comment\n\ndata", b": [DONE]\n\n"]
-    with make_router(stand_in("mixed", sends(*chunks))).stream() as response:
+    with make_router(stand_in("mixed", send(*chunks))).stream() as response:
         assert response.read() == b"".join(chunks)
 
 
-def test_a_last_event_without_its_blank_line_is_passed_on(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    with make_router(stand_in("mixed", sends(b"data: 1\n\n", b"data: 2"))).stream() as response:
+def test_a_last_event_without_its_blank_line_is_forwarded(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    with make_router(stand_in("mixed", send(b"data: 1\n\n", b"data: 2"))).stream() as response:
         assert response.read() == b"data: 1\n\ndata: 2"
 
 
-@pytest.mark.parametrize("half", [b"", b'data: {"half', b"data: 3\n", b"data"])
+@pytest.mark.parametrize("part", [b"", b'data: {"half', b"data: 3\n", b"data"])
 def test_a_stream_that_breaks_off_ends_with_an_error_event_and_done(
-    make_router: MakeRouter, stand_in: MakeStandIn, half: bytes
+    make_router: MakeRouter, stand_in: MakeStandIn, part: bytes
 ) -> None:
-    chunks = [b"data: 1\n\n", b"data: 2\n\n", *([half] if half else [])]
-    instance = stand_in("mixed", sends(*chunks, cut=True))
+    chunks = [b"data: 1\n\n", b"data: 2\n\n", *([part] if part else [])]
+    instance = stand_in("mixed", send(*chunks, cut=True))
     with make_router(instance).stream() as response:
-        events = events_of(response.read())
+        events = read_events(response.read())
     assert (events[:2], events[3]) == (["1", "2"], "[DONE]")
     error = json.loads(events[2])["error"]
     assert (error["code"], error["type"]) == ("mixed_failed", "upstream_error")
     assert instance.key in error["message"]
 
 
-def test_prefill_is_aborted_when_decode_breaks_off_while_it_still_runs(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
-    async def breaks_off(request: Received, respond: Responder) -> None:
+def test_a_running_prefill_is_aborted_when_decode_breaks_off(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def break_off(request: Received, respond: Responder) -> None:
         while not prefill.running:
             await asyncio.sleep(0.01)
-        await sends(b"data: 1\n\n", cut=True)(request, respond)
+        await send(b"data: 1\n\n", cut=True)(request, respond)
 
-    prefill, decode = stand_in("prefill", never_answers), stand_in("decode", breaks_off)
+    prefill, decode = stand_in("prefill", never_answers), stand_in("decode", break_off)
     with make_router(prefill, decode, splitwise=True).stream(request_id="r") as response:
-        assert "decode_failed" in events_of(response.read())[1]
+        assert "decode_failed" in read_events(response.read())[1]
     wait_until(lambda: prefill.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort at prefill")
     assert decode.aborted == []
 
 
-def test_a_stream_that_dies_before_its_first_event_is_made_good_elsewhere(
+def test_another_instance_serves_a_stream_that_fails_before_its_first_event(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    bad, good = stand_in("mixed", sends(cut=True)), stand_in("mixed", sends(b"data: 1\n\n"))
+    bad, good = stand_in("mixed", send(cut=True)), stand_in("mixed", send(b"data: 1\n\n"))
     router = make_router(bad, good)
     for _ in range(2):
         with router.stream() as response:
@@ -111,43 +109,41 @@ def test_a_stream_that_dies_before_its_first_event_is_made_good_elsewhere(
     assert len(bad.received) >= 1
 
 
-def test_a_stream_is_ended_with_an_error_event_when_its_time_is_over(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_stream_that_times_out_ends_with_an_error_event(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     with make_router(stand_in("mixed", stalls("1")), request_timeout_secs=0.3).stream() as response:
-        events = events_of(response.read())
+        events = read_events(response.read())
     assert (events[0], json.loads(events[1])["error"]["code"], events[2]) == ("1", "request_timeout", "[DONE]")
 
 
-def test_a_compressed_stream_is_relayed_as_it_is(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    async def compressed(request: Received, respond: Responder) -> None:
+def test_a_compressed_stream_is_relayed_unchanged(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    async def send_compressed(request: Received, respond: Responder) -> None:
         head = (
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-encoding: br\r\ncontent-length: 9\r\n\r\n"
         )
         await respond.raw(head + b"\x00\n\n\x01\x02\x03\x04\x05\x06")
 
-    with make_router(stand_in("mixed", compressed)).stream() as response:
+    with make_router(stand_in("mixed", send_compressed)).stream() as response:
         assert b"".join(response.iter_raw()) == b"\x00\n\n\x01\x02\x03\x04\x05\x06"
 
 
 def test_a_slow_client_slows_the_instance_down(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    # Much more than the kernel holds, whose buffer for the router may grow to 32 MB by itself.
+    # Much more than the kernel buffers, because its buffer for the router may grow to 32 MB.
     total_events, event = 6144, b"data: " + b"x" * 32760 + b"\n\n"
     responders: list[Responder] = []
 
-    async def sends_much(request: Received, respond: Responder) -> None:
+    async def send_much(request: Received, respond: Responder) -> None:
         responders.append(respond)
         await respond.start_stream()
         for _ in range(total_events):
             await respond.chunk(event)
         await respond.end_stream()
 
-    router = make_router(stand_in("mixed", sends_much))
+    router = make_router(stand_in("mixed", send_much))
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         client.connect(("127.0.0.1", router.port))
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
-        wait_until(lambda: _stands_still(responders), "the instance to be held up")
+        wait_until(lambda: _has_paused(responders), "the pause of the instance")
         assert responders[0].bytes_sent < total_events * len(event) / 4
         received = 0
         client.settimeout(20)
@@ -156,8 +152,8 @@ def test_a_slow_client_slows_the_instance_down(make_router: MakeRouter, stand_in
     wait_until(lambda: responders[0].bytes_sent > total_events * len(event), "the instance to send the rest")
 
 
-def _stands_still(responders: list[Responder]) -> bool:
-    """Whether the instance sends nothing for a while, although it has begun."""
+def _has_paused(responders: list[Responder]) -> bool:
+    """Return whether the instance has begun to send, but sends nothing for a time."""
     if not responders or not responders[0].bytes_sent:
         return False
     before = responders[0].bytes_sent
@@ -171,7 +167,7 @@ _event_bytes = st.lists(
 
 
 @given(_event_bytes)
-def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
+def test_splitting_events_ends_at_the_last_blank_line(data: bytes) -> None:
     end = _find_events_end(data)
     whole, rest = data[:end], data[end:]
     assert not whole or whole.endswith((b"\n\n", b"\r\n\r\n"))
@@ -180,13 +176,13 @@ def test_splitting_loses_nothing_and_ends_at_a_blank_line(data: bytes) -> None:
 
 
 @given(_event_bytes, _event_bytes)
-def test_splitting_looks_at_no_more_than_what_is_new(held: bytes, new: bytes) -> None:
-    held = held[_find_events_end(held) :]
-    assert _find_events_end(held + new, len(held)) == _find_events_end(held + new)
+def test_splitting_needs_to_search_only_new_bytes(buffered: bytes, new: bytes) -> None:
+    buffered = buffered[_find_events_end(buffered) :]
+    assert _find_events_end(buffered + new, len(buffered)) == _find_events_end(buffered + new)
 
 
-class CountsSearched(bytes):
-    """Bytes that note how many of them were searched."""
+class CountingBytes(bytes):
+    """Bytes that count how many of them were searched."""
 
     searched = 0
 
@@ -199,19 +195,19 @@ class CountsSearched(bytes):
         return super().__contains__(mark)
 
 
-def test_what_was_held_of_an_event_is_not_searched_again() -> None:
-    data = CountsSearched(b"x" * 100_000)
+def test_the_buffered_bytes_of_an_event_are_not_searched_again() -> None:
+    data = CountingBytes(b"x" * 100_000)
     _find_events_end(data, len(data) - 10)
     assert data.searched < 100
 
 
-def test_an_event_without_end_is_not_held_for_ever() -> None:
+def test_an_endless_event_is_forwarded_at_the_limit() -> None:
     endless = b"x" * (EVENT_BYTES + 1)
     assert _find_events_end(endless) == len(endless)
 
 
 @given(st.lists(_event_bytes, max_size=6))
-def test_pieces_of_events_are_put_together(pieces: list[bytes]) -> None:
+def test_pieces_of_events_are_joined(pieces: list[bytes]) -> None:
     response = ClientResponse(SimpleNamespace())  # type: ignore[arg-type]
     relayed = [response._take_whole_events(piece, is_end=False) for piece in pieces]
     relayed.append(response._take_whole_events(b"", is_end=True))
@@ -234,7 +230,7 @@ def test_a_piece_of_a_long_event_is_not_copied_with_the_pieces_before_it() -> No
 def test_a_stream_of_announced_length_that_continues_elsewhere_is_longer_than_that(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    def announces(length: int, *events: bytes) -> Behaviour:
+    def send_with_length(length: int, *events: bytes) -> Behaviour:
         async def behave(request: Received, respond: Responder) -> None:
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
             await respond.raw(head % length + b"".join(events))
@@ -244,8 +240,8 @@ def test_a_stream_of_announced_length_that_continues_elsewhere_is_longer_than_th
         return behave
 
     first, last = chat_event("a", 1), chat_event("b", 2)
-    bad = stand_in("mixed", announces(len(first + last), first))
-    good = stand_in("mixed", sends(chat_event("again, and longer", 2), b"data: [DONE]\n\n"))
+    bad = stand_in("mixed", send_with_length(len(first + last), first))
+    good = stand_in("mixed", send(chat_event("again, and longer", 2), b"data: [DONE]\n\n"))
     router = make_router(bad, good, stream_resume_count=1)
     counts = set()
     while not bad.received:
@@ -264,8 +260,8 @@ def test_ids_are_hidden_as_the_engine_that_answers_would_hide_them(
         chunk = {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None, **ids}]}
         return b"data: %s\n\n" % json.dumps(chunk, separators=(",", ":")).encode()
 
-    bad = stand_in("mixed", sends(cut=True))
-    good = stand_in("mixed", sends(*(event(**{name: [number]}) for number in range(3))))
+    bad = stand_in("mixed", send(cut=True))
+    good = stand_in("mixed", send(*(event(**{name: [number]}) for number in range(3))))
     bad.told["engine"], good.told["engine"] = "fastdeploy" if engine == "vllm" else "vllm", engine
     router = make_router(bad, good)
     while not bad.received:
@@ -278,15 +274,15 @@ def test_an_engine_failure_with_broken_http_after_it_is_one_failure(
 ) -> None:
     error = b'data: {"error": {"message": "EngineCore encountered an issue", "code": 500}}\n\n'
 
-    async def fails_twice(request: Received, respond: Responder) -> None:
+    async def fail_twice(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.chunk(chat_event("a", 1))
         await asyncio.sleep(0.01)
         await respond.raw(b"%x\r\n%s\r\nno chunk\r\n" % (len(error), error))
         await respond.peer_left.wait()
 
-    bad = stand_in("mixed", fails_twice)
-    good = stand_in("mixed", sends(chat_event("b", 2), b"data: [DONE]\n\n"))
+    bad = stand_in("mixed", fail_twice)
+    good = stand_in("mixed", send(chat_event("b", 2), b"data: [DONE]\n\n"))
     router = make_router(bad, good, stream_resume_count=1)
     have_failed = set()
     while not bad.received:
@@ -296,7 +292,7 @@ def test_an_engine_failure_with_broken_http_after_it_is_one_failure(
 
 
 def chat_event(text: str, token: int) -> bytes:
-    """A piece of a chat's answer, with its token's id."""
+    """Make an event of a chat with the id of its token."""
     choice = {"index": 0, "delta": {"content": text}, "token_ids": [token], "finish_reason": None}
     chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
     return b"data: %s\n\n" % json.dumps(chunk).encode()

@@ -1,4 +1,4 @@
-"""The log at level debug: each request's way, and no cost at other levels. Instances are stand-ins."""
+"""The log at level debug: the steps of each request, and none at other levels. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.router.stand_in import answers
 from tests.support.waiting import wait_until
 
 
-def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The router's lines below ``info``."""
+def list_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """List the router's lines at level debug."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -20,7 +20,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def test_a_request_is_told_from_its_choice_to_its_end(
+def test_a_request_is_logged_from_its_decision_to_its_end(
     make_router: MakeRouter, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "router")
@@ -28,9 +28,9 @@ def test_a_request_is_told_from_its_choice_to_its_end(
     router = make_router(bad, good, decode, splitwise=True, prefill_policy="round_robin")
     for number in range(2):
         assert router.chat(request_id=f"r{number}").status_code == 200
-    retried = "r0" if any("r0, attempt 2" in line for line in lines_of(caplog)) else "r1"
-    wait_until(lambda: any(line.startswith("request r1: ") for line in lines_of(caplog)), "the last line")
-    first, failed, second, answered, ended = (line for line in lines_of(caplog) if f"request {retried}" in line)
+    retried = "r0" if any("r0, attempt 2" in line for line in list_lines(caplog)) else "r1"
+    wait_until(lambda: any(line.startswith("request r1: ") for line in list_lines(caplog)), "the last line")
+    first, failed, second, answered, ended = (line for line in list_lines(caplog) if f"request {retried}" in line)
     assert f"attempt 1: prefill {bad.key} because of policy=round_robin" in first
     assert f"decode {decode.key} because of policy=request_num" in first
     assert "prompt tokens, 0 of them expected in a cache" in first
@@ -40,23 +40,23 @@ def test_a_request_is_told_from_its_choice_to_its_end(
     assert "POST /v1/chat/completions 200; prompt tokens: 1, cached: unknown, generated: 1" in ended
 
 
-def test_registrations_are_told(
+def test_registrations_are_logged(
     make_router: MakeRouter, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "router")
     instance = stand_in()
     router = make_router(instance)
     instance.register(router.url)
-    told = "\n".join(lines_of(caplog))
-    assert f"the registration of instance {instance.key}: {{'role': 'mixed'" in told
-    assert f"mixed instance {instance.key} registered again: <Instance mixed" in told
+    lines = "\n".join(list_lines(caplog))
+    assert f"the registration of instance {instance.key}: {{'role': 'mixed'" in lines
+    assert f"mixed instance {instance.key} registered again: <Instance mixed" in lines
 
 
-def test_at_another_level_nothing_of_it_is_told(
+def test_requests_are_not_logged_at_another_level(
     make_router: MakeRouter, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "router")
     router = make_router(stand_in())
     assert router.chat(request_id="r").status_code == 200
-    assert not lines_of(caplog)
+    assert not list_lines(caplog)
     assert not any("request r" in record.getMessage() for record in caplog.records)
