@@ -1,4 +1,4 @@
-"""Runs ``kvstore`` as a user does: a process of its own, in an environment that chooses nothing for it."""
+"""Runs ``kvstore`` as a user does: in its own process, without settings from the environment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from tests.support.nursery import run_forked
 
-__all__ = ["Diagnosis", "Ended", "doctor", "kvstore"]
+__all__ = ["Diagnosis", "Result", "doctor", "kvstore"]
 
 
-# A process that is forked has begun long ago.
+# Variables that a process reads only at its start, so that a forked process would ignore them.
 READ_AT_START = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH"}
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
+class Result(NamedTuple):
+    """The result of a command."""
 
     status: int
     output: str
@@ -26,14 +26,14 @@ class Ended(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """What doctor said."""
+    """The findings of doctor."""
 
     status: int
     findings: list[dict[str, str]]
 
     @property
     def failures(self) -> dict[str, str]:
-        """Subject -> what is wrong and what to do, of all that failed."""
+        """The cause and the remedy of each failure, by subject."""
         return {each["subject"]: f"{each['text']} -> {each['remedy']}" for each in self.of("fail")}
 
     def of(self, level: str) -> list[dict[str, str]]:
@@ -41,10 +41,10 @@ class Diagnosis(NamedTuple):
         return [each for each in self.findings if each["level"] == level]
 
 
-def kvstore(*arguments: object, **environment: str) -> Ended:
-    """``kvstore ARGUMENTS`` with ``environment`` added; what it wrote must not be a traceback."""
-    chosen = ("MOONCAKE_", "KVSTORE_", "MC_")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
+def kvstore(*arguments: object, **environment: str) -> Result:
+    """Run ``kvstore ARGUMENTS`` with ``environment`` added; assert that it wrote no traceback."""
+    prefixes = ("MOONCAKE_", "KVSTORE_", "MC_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     command = [sys.executable, "-m", "kvstore_backend.cli", *map(str, arguments)]
     if environment.keys() & READ_AT_START:
         env = inherited | environment
@@ -52,11 +52,11 @@ def kvstore(*arguments: object, **environment: str) -> Ended:
     else:
         ended = run_forked(command, inherited | environment)
     assert "Traceback" not in ended.stdout + ended.stderr, ended.stderr
-    return Ended(ended.returncode, ended.stdout, ended.stderr)
+    return Result(ended.returncode, ended.stdout, ended.stderr)
 
 
 def doctor(*arguments: object, **environment: str) -> Diagnosis:
-    """What ``kvstore doctor`` finds."""
+    """Run ``kvstore doctor`` and return its findings."""
     ended = kvstore("doctor", "--json", *arguments, **environment)
     report = json.loads(ended.output)
     assert report["usable"] == (ended.status == 0)

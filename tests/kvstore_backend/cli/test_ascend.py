@@ -1,4 +1,4 @@
-"""A machine with Ascend cards, of which its files and variables stand in for it."""
+"""Checks of a machine with Ascend cards; files and variables stand in for the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore_backend.cli.report import Finding
 from tests.support.ascend import AscendMachine
 
 
-def found(subject: str, *, needs_buffers: bool = True) -> Finding:
+def check(subject: str, *, needs_buffers: bool = True) -> Finding:
     (finding,) = (each for each in ascend.check_machine(needs_buffers=needs_buffers) if each.subject == subject)
     return finding
 
@@ -22,41 +22,41 @@ def test_a_machine_that_has_everything_passes(ascend_machine: AscendMachine) -> 
     assert findings[0].text == "mooncake-transfer-engine-npu 0.3.13"
 
 
-def test_a_build_without_ascend_is_named(ascend_machine: AscendMachine) -> None:
+def test_a_build_without_ascend_is_reported(ascend_machine: AscendMachine) -> None:
     ascend_machine.install("mooncake-transfer-engine-non-cuda")
-    finding = found("ascend build")
+    finding = check("ascend build")
     assert finding.level == "fail"
     assert "pip install mooncake-transfer-engine-npu" in finding.remedy
 
 
-def test_a_build_that_may_be_ones_own_is_a_warning(ascend_machine: AscendMachine) -> None:
+def test_a_build_that_may_support_ascend_is_a_warning(ascend_machine: AscendMachine) -> None:
     ascend_machine.install("mooncake-transfer-engine")
-    assert found("ascend build").level == "warn"
+    assert check("ascend build").level == "warn"
 
 
-def test_a_library_that_the_loader_does_not_find_is_named(ascend_machine: AscendMachine) -> None:
+def test_a_library_that_the_loader_does_not_find_is_reported(ascend_machine: AscendMachine) -> None:
     (ascend_machine.libraries / "libmooncake_store.so").unlink()
-    finding = found("LD_LIBRARY_PATH")
+    finding = check("LD_LIBRARY_PATH")
     assert finding.level == "fail"
     assert finding.text == "no folder in this variable contains libmooncake_store.so"
 
 
-def test_libraries_beside_the_package_are_named_with_the_line_to_write(
+def test_the_remedy_for_libraries_next_to_the_package_is_a_command(
     ascend_machine: AscendMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH")
-    assert found("LD_LIBRARY_PATH").remedy == (
+    assert check("LD_LIBRARY_PATH").remedy == (
         f"export LD_LIBRARY_PATH={ascend_machine.libraries}:$LD_LIBRARY_PATH, before the server is started"
     )
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_a_container_without_the_hosts_network_file_is_told(ascend_machine: AscendMachine, content: str | None) -> None:
+def test_a_missing_or_empty_network_file_is_reported(ascend_machine: AscendMachine, content: str | None) -> None:
     if content is None:
         ascend_machine.hccn_file.unlink()
     else:
         ascend_machine.hccn_file.write_text(content)
-    assert found("hccn.conf").level == "fail"
+    assert check("hccn.conf").level == "fail"
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_buffers_are_a_number_and_a_size(
     ascend_machine: AscendMachine, monkeypatch: pytest.MonkeyPatch, value: str, level: str
 ) -> None:
     monkeypatch.setenv("ASCEND_BUFFER_POOL", value)
-    assert found("ASCEND_BUFFER_POOL").level == level
+    assert check("ASCEND_BUFFER_POOL").level == level
 
 
 def test_an_engine_other_than_mindie_may_do_without_buffers(
     ascend_machine: AscendMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ASCEND_BUFFER_POOL")
-    assert found("ASCEND_BUFFER_POOL", needs_buffers=False).level == "warn"
+    assert check("ASCEND_BUFFER_POOL", needs_buffers=False).level == "warn"
 
 
-def test_the_file_of_the_cards_network_is_where_its_tool_writes_it() -> None:
+def test_the_network_file_has_the_path_that_its_tool_uses() -> None:
     assert Path("/etc/hccn.conf") == ascend.HCCN_FILE

@@ -1,4 +1,4 @@
-"""Checks of what this machine may not have: RDMA devices stand in as files, as /sys shows them."""
+"""Checks of devices and settings; files such as those in /sys stand in for RDMA devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore_backend.config import MooncakeSettings, values
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The state of the one port of mlx5_0."""
+    """The state file of the only port of mlx5_0."""
     state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
     state.parent.mkdir(parents=True)
     state.write_text("4: ACTIVE\n")
@@ -25,42 +25,42 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return state
 
 
-def found(protocol: str, rdma_devices: str = "", **settings: Any) -> list[Finding]:
+def check_protocol(protocol: str, rdma_devices: str = "", **settings: Any) -> list[Finding]:
     made = MooncakeSettings("127.0.0.1:1", "P2PHANDSHAKE", protocol=protocol, rdma_devices=rdma_devices, **settings)
     return list(checks.check_protocol(made))
 
 
-def test_a_device_with_an_active_port_will_do(device: Path) -> None:
-    assert found("rdma") == [Finding("ok", "protocol", "rdma over mlx5_0")]
-    assert found("rdma", "mlx5_0")[0].level == "ok"
+def test_a_device_with_an_active_port_is_accepted(device: Path) -> None:
+    assert check_protocol("rdma") == [Finding("ok", "protocol", "rdma over mlx5_0")]
+    assert check_protocol("rdma", "mlx5_0")[0].level == "ok"
 
 
-def test_a_device_that_is_not_there_is_named_with_those_that_are(device: Path) -> None:
-    (finding,) = found("rdma", "mlx5_0,mlx5_9")
+def test_a_missing_device_is_reported_with_the_existing_ones(device: Path) -> None:
+    (finding,) = check_protocol("rdma", "mlx5_0,mlx5_9")
     assert (finding.level, finding.text) == ("fail", "this machine has no RDMA device mlx5_9")
     assert finding.remedy == "rdma_devices must name some of mlx5_0"
 
 
-def test_a_port_that_is_down_is_said(device: Path) -> None:
+def test_a_port_that_is_down_is_reported(device: Path) -> None:
     device.write_text("1: DOWN\n")
-    assert found("rdma")[0].text == "no port of mlx5_0 is active"
+    assert check_protocol("rdma")[0].text == "no port of mlx5_0 is active"
 
 
-def test_memory_that_may_not_be_locked_is_said(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_may_not_be_locked_is_reported(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64 << 10, 64 << 10))
-    (finding,) = found("rdma")
+    (finding,) = check_protocol("rdma")
     assert finding.text == "RDMA must lock 1.125 GiB of memory; this user may lock 64 KiB"
     assert "ulimit -l unlimited" in finding.remedy
 
 
-def test_tcp_beside_an_idle_device_is_a_warning(device: Path) -> None:
-    (finding,) = found("tcp")
+def test_tcp_is_a_warning_if_the_machine_has_an_rdma_device(device: Path) -> None:
+    (finding,) = check_protocol("tcp")
     assert finding.level == "warn"
     assert "mlx5_0" in finding.text
 
 
-def test_ascend_is_passed_on_with_a_warning() -> None:
-    assert found("ascend")[0].level == "warn"
+def test_ascend_is_accepted_with_a_warning() -> None:
+    assert check_protocol("ascend")[0].level == "warn"
 
 
 @pytest.mark.parametrize(
@@ -74,23 +74,23 @@ def test_ascend_is_passed_on_with_a_warning() -> None:
         ("x" * 64, "10.0.0.1:15001", "fail"),
     ],
 )
-def test_the_name_by_which_others_reach_this_machine(local_hostname: str, master: str, level: str) -> None:
+def test_the_local_hostname_is_checked(local_hostname: str, master: str, level: str) -> None:
     settings = MooncakeSettings(master, "P2PHANDSHAKE", local_hostname=local_hostname, protocol="tcp")
     assert [finding.level for finding in checks.check_hostname(settings)] == [level]
 
 
-def told_of_ssd(path: Path | str, environ: dict[str, str] | None = None, **settings: Any) -> Finding:
-    """The last finding."""
+def check_ssd(path: Path | str, environ: dict[str, str] | None = None, **settings: Any) -> Finding:
+    """Return the last finding."""
     made = MooncakeSettings(
         "127.0.0.1:1", "P2PHANDSHAKE", enable_ssd_offload=True, ssd_offload_path=str(path), **settings
     )
     return list(checks.check_ssd(made, environ or {}))[-1]
 
 
-def test_a_folder_for_offloading_is_told_with_its_room(tmp_path: Path) -> None:
+def test_the_used_and_the_allowed_bytes_of_an_ssd_folder_are_reported(tmp_path: Path) -> None:
     (tmp_path / "1.bucket").write_bytes(bytes(5000))
     limited = {"MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(1 << 20)}
-    finding = told_of_ssd(tmp_path, limited, global_segment_size=1 << 20)
+    finding = check_ssd(tmp_path, limited, global_segment_size=1 << 20)
     assert finding.level == "ok"
     assert finding.text.startswith(f"{tmp_path} has 8 KiB, and may have 1 MiB; ")
 
@@ -111,35 +111,35 @@ def test_buckets_that_lose_blocks_are_a_warning(tmp_path: Path, limit: str, leve
         ("../there", "is not an absolute path without .."),
     ],
 )
-def test_a_folder_that_mooncake_would_not_take_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+def test_a_folder_that_mooncake_would_refuse_fails(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path)
-    finding = told_of_ssd(f"{tmp_path}/{name}")
+    finding = check_ssd(f"{tmp_path}/{name}")
     assert (finding.level, finding.text) == ("fail", f"{tmp_path}/{name} {reason}, so Mooncake would not start")
 
 
-def test_a_disk_with_less_room_than_the_memory_before_it_is_a_warning(tmp_path: Path) -> None:
-    finding = told_of_ssd(tmp_path, global_segment_size=1 << 60)
+def test_a_disk_that_is_smaller_than_the_memory_of_the_client_is_a_warning(tmp_path: Path) -> None:
+    finding = check_ssd(tmp_path, global_segment_size=1 << 60)
     assert finding.level == "warn"
     assert "less than the memory of this client" in finding.text
 
 
 def test_a_disk_that_is_full_before_mooncake_evicts_is_a_warning(tmp_path: Path) -> None:
-    finding = told_of_ssd(tmp_path, {"MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(1 << 60)}, global_segment_size=1)
+    finding = check_ssd(tmp_path, {"MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": str(1 << 60)}, global_segment_size=1)
     assert finding.level == "warn"
     assert "writes will fail before Mooncake begins to evict" in finding.text
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [
         (b"--enable_kv_events", "publishes no KV events, although it accepts --enable_kv_events"),
         (b"--enable_kv_events\0kv_events: zmq_bind failed for ", "can publish KV events (--enable_kv_events)"),
         (b"an older master", "publishes no KV events"),
     ],
 )
-def test_what_a_build_of_mooncake_publishes_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str
+def test_the_support_of_kv_events_in_a_build_of_mooncake_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, text: str
 ) -> None:
     program = tmp_path / "mooncake_master"
     program.write_bytes(content)
@@ -148,10 +148,10 @@ def test_what_a_build_of_mooncake_publishes_is_said(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     (finding,) = checks.check_events()
     assert (finding.level, finding.subject) == ("ok", "KV events")
-    assert finding.text.startswith(f"the master in this machine's build of Mooncake {said}")
+    assert finding.text.startswith(f"the master in this machine's build of Mooncake {text}")
 
 
-def test_without_a_master_on_this_machine_nothing_is_said_of_its_events(
+def test_kv_events_are_not_reported_without_a_master_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

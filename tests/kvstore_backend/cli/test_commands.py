@@ -1,4 +1,4 @@
-"""bench, stats and master, on real pools."""
+"""bench, stats and master, with real pools."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_stats_count_a_folders_blocks_by_namespace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["stats", "doctor"])
-def test_a_block_that_goes_while_a_folder_is_looked_through_is_passed_over(tmp_path: Path, command: str) -> None:
+def test_a_block_that_is_evicted_during_a_listing_is_skipped(tmp_path: Path, command: str) -> None:
     store = FileStore(tmp_path, 1 << 20)
     put(store, blocks(FIRST, 3))
     store.close()
     block = next(tmp_path.glob("blocks/*/*"))
     block.unlink()
-    block.symlink_to("nothing")  # stands in for a block that is listed, and evicted before it is looked at
+    block.symlink_to("nothing")  # stands in for a block that is listed, and evicted before it is read
     ended = kvstore(command, "--json", f"file://{tmp_path}?size=1MiB")
     assert ended.status == 0
     assert '"keys": 2' in ended.output or "has 10 bytes of" in ended.output
@@ -80,13 +80,13 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         keys = [*blocks(FIRST, 2), *blocks(SECOND, 1)]
         assert all(store.put(keys, [memory.value] * 3))
         ended = kvstore("stats", "--json", url(master), "--master-metrics", admin)
-        people = kvstore("stats", url(master), "--master-metrics", admin)
+        table = kvstore("stats", url(master), "--master-metrics", admin)
         store.close()
     figures = json.loads(ended.output)
     assert figures["keys_by_namespace"] == {FIRST.digest: 2, SECOND.digest: 1}
     assert (figures["keys"], figures["used_bytes"], figures["clients"]) == (3, 15, 1)
     assert figures["capacity_bytes"] == 64 << 20
-    assert f"{FIRST.digest}     2" in people.output
+    assert f"{FIRST.digest}     2" in table.output
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_stats_count_a_mooncake_pools_blocks_by_namespace(tmp_path: Path) -> Non
         (["master", "--tenants", "/nowhere"], "--tenants is '/nowhere'; it must be a readable file with quotas"),
     ],
 )
-def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_arguments_that_cannot_be_used_get_one_sentence(arguments: list[str], sentence: str) -> None:
     ended = kvstore(*arguments)
     assert ended.status == 1
     assert ended.errors.startswith("kvstore: ")
@@ -129,8 +129,8 @@ def test_what_cannot_be_done_gets_one_sentence(arguments: list[str], sentence: s
 
 
 @pytest.mark.parametrize("page", ["/metrics", "/get_segments_detail"])
-def test_a_master_that_tells_less_than_expected_gets_no_traceback(tmp_path: Path, page: str) -> None:
-    with mooncake_master(tmp_path / "log") as master, _telling_less(master, page) as admin:
+def test_an_incomplete_answer_of_a_master_causes_no_traceback(tmp_path: Path, page: str) -> None:
+    with mooncake_master(tmp_path / "log") as master, _serve_without_page(master, page) as admin:
         for command in ("stats", "doctor"):
             ended = kvstore(command, url(master), "--master-metrics", admin)
             assert "Traceback" not in ended.errors
@@ -138,10 +138,10 @@ def test_a_master_that_tells_less_than_expected_gets_no_traceback(tmp_path: Path
 
 
 @contextlib.contextmanager
-def _telling_less(master: MooncakeMaster, page: str) -> Iterator[str]:
-    """Where a stand-in for another version's master tells what the real one does, but for one page."""
+def _serve_without_page(master: MooncakeMaster, page: str) -> Iterator[str]:
+    """Forward the master's pages except ``page``, as another version of it might; yield the address."""
 
-    class Told(BaseHTTPRequestHandler):
+    class Forwarder(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             real = plain_http.get(f"http://{master.metrics_url.split('/')[2]}{self.path}")
             self.send_response(real.status_code)
@@ -151,13 +151,13 @@ def _telling_less(master: MooncakeMaster, page: str) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forwarder) as server:
         threading.Thread(target=server.serve_forever).start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-def test_stats_refuse_a_page_of_metrics_that_is_no_instances(tmp_path: Path) -> None:
+def test_stats_refuse_metrics_that_are_not_of_an_instance(tmp_path: Path) -> None:
     FileStore(tmp_path, 1 << 20).close()
     with prometheus_client.start_http_server(0, "127.0.0.1")[0] as server:
         address = f"127.0.0.1:{server.server_port}"
@@ -167,7 +167,7 @@ def test_stats_refuse_a_page_of_metrics_that_is_no_instances(tmp_path: Path) -> 
     assert ended.errors.startswith(f"kvstore: the server at {address} is not an instance with a pool")
 
 
-def test_stats_with_watch_tell_how_fast_figures_grow(tmp_path: Path) -> None:
+def test_stats_with_watch_show_how_fast_figures_grow(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "pool", 1 << 20)
     put(store, blocks(FIRST, 3))
     command = [
@@ -192,7 +192,7 @@ def test_stats_with_watch_tell_how_fast_figures_grow(tmp_path: Path) -> None:
     assert "Traceback" not in watching.output
 
 
-def test_bench_measures_the_full_stack_beside_the_bare_store(tmp_path: Path) -> None:
+def test_bench_measures_the_full_stack_and_the_bare_store(tmp_path: Path) -> None:
     arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "2", "--json"]
     ended = kvstore("bench", f"file://{tmp_path}/pool?size=16MiB", *arguments)
     assert ended.status == 0, ended.errors
@@ -214,14 +214,14 @@ def test_bench_does_not_count_the_batches_that_warm_up(monkeypatch: pytest.Monke
     assert row.bytes_per_second == 4096 * 3 / 6
 
 
-def test_bench_shows_its_spread(tmp_path: Path) -> None:
+def test_bench_shows_minimum_median_and_maximum(tmp_path: Path) -> None:
     arguments = ["--block-size", "4KiB", "--blocks", "4", "--batches", "3", "--warm-up", "0"]
     lines = kvstore("bench", f"file://{tmp_path}/pool?size=16MiB", *arguments).output.splitlines()
     assert lines[0] == "3 batches of 4 blocks of 4 KiB; times are per batch"
     assert lines[1].split()[:6] == ["operation", "through", "GB/s", "min", "median", "max"]
 
 
-def test_bench_leaves_nothing_in_a_mooncake_pool_that_others_hold(tmp_path: Path) -> None:
+def test_bench_leaves_nothing_in_a_mooncake_pool_of_another_client(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as master:
         other = open_store(master.config())
         arguments = ["--block-size", "64KiB", "--blocks", "4", "--batches", "2"]
@@ -233,28 +233,28 @@ def test_bench_leaves_nothing_in_a_mooncake_pool_that_others_hold(tmp_path: Path
     assert keys.split() == []
 
 
-def test_bench_leaves_nothing_in_a_folder_that_is_too_small_for_it(tmp_path: Path) -> None:
+def test_bench_leaves_nothing_in_a_folder_that_is_too_small(tmp_path: Path) -> None:
     ended = kvstore("bench", f"file://{tmp_path}/pool?size=1MiB", "--block-size", "64KiB", "--blocks", "8")
     assert "the pool may be too small" in ended.errors
-    assert stored(tmp_path) == []
+    assert list_blocks(tmp_path) == []
 
 
 def test_bench_leaves_nothing_in_a_folder_when_it_is_interrupted(tmp_path: Path) -> None:
     arguments = ["--block-size", "64KiB", "--blocks", "4", "--batches", "2000"]
     command = [sys.executable, "-m", "kvstore_backend.cli", "bench", f"file://{tmp_path}/pool?size=1GiB", *arguments]
     with child(command, tmp_path / "log") as bench:
-        bench.wait_for(lambda: bool(stored(tmp_path)), "storing")
+        bench.wait_for(lambda: bool(list_blocks(tmp_path)), "storing")
         bench.signal(signal.SIGINT)
         bench.wait()
-    assert stored(tmp_path) == []
+    assert list_blocks(tmp_path) == []
 
 
-def stored(tmp_path: Path) -> list[Path]:
-    """The blocks in the folder of a pool."""
+def list_blocks(tmp_path: Path) -> list[Path]:
+    """List the blocks in the folder of a pool."""
     return list((tmp_path / "pool").glob("blocks/*/*.block"))
 
 
-def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
+def test_master_starts_a_master_and_prints_the_settings_of_clients(tmp_path: Path) -> None:
     rpc, metadata, metrics = free_ports(3)
     ports = ["--port", str(rpc), "--metadata-port", str(metadata), "--metrics-port", str(metrics)]
     command = [sys.executable, "-m", "kvstore_backend.cli", "master", *ports, "--lease", "5s"]
@@ -280,7 +280,7 @@ def test_master_starts_one_and_says_how_to_join_it(tmp_path: Path) -> None:
     assert f"port {rpc} of 127.0.0.1 is not available (Address already in use)" in busy.errors
 
 
-def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
+def test_master_with_etcd_prints_the_settings_of_clients() -> None:
     lines = kvstore("master", "--print", "--etcd", "h1:2379;h2:2379", "--cluster-id", "prod").output.splitlines()
     assert "'--etcd_endpoints=http://h1:2379;http://h2:2379' --cluster_id=prod" in lines[0]
     assert lines[1:4] == [
@@ -290,10 +290,10 @@ def test_master_behind_etcd_says_how_to_join_the_cluster() -> None:
     ]
 
 
-def test_a_master_that_keeps_snapshots_is_told_where_and_how_often(
+def test_a_master_with_snapshots_gets_their_folder_and_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MOONCAKE_SNAPSHOT_LOCAL_PATH", "another's")  # so that it is as before afterwards
+    monkeypatch.setenv("MOONCAKE_SNAPSHOT_LOCAL_PATH", "another's")  # so that it is restored afterwards
     monkeypatch.setenv("MOONCAKE_MASTER_SERVICE_SNAPSHOT_TEST_SKIP_CLEANUP", "")
     arguments = parse_master("--print", "--snapshot-dir", str(tmp_path), "--snapshot-interval", "7")
     assert master.run(arguments) == 0
@@ -321,19 +321,19 @@ def test_the_masters_operation_log_goes_to_etcd(flag: str) -> None:
         ("--snapshot-dir /tmp/x --snapshot-interval 0", "--snapshot-interval is 0; it must be at least one second"),
     ],
 )
-def test_what_a_master_cannot_keep_gets_one_sentence(flags: str, sentence: str) -> None:
+def test_invalid_flags_for_logs_and_snapshots_get_one_sentence(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         master.build_command(parse_master(*flags.split()))
 
 
 def parse_master(*flags: str) -> argparse.Namespace:
-    """The command line of ``kvstore master``."""
+    """Parse a command line of ``kvstore master``."""
     parser = argparse.ArgumentParser()
     master.add_arguments(parser)
     return parser.parse_args(flags)
 
 
-def test_a_command_that_is_not_known_is_refused() -> None:
+def test_an_unknown_command_is_refused() -> None:
     ended = kvstore("docter")
     assert ended.status == 2
     assert "there is no command 'docter'; did you mean doctor?" in ended.errors
@@ -346,13 +346,13 @@ def test_a_command_that_is_not_known_is_refused() -> None:
         (["stats", "memory:", "memory:"], "argument 'memory:' is not known; give only one CONFIG"),
     ],
 )
-def test_a_flag_that_is_not_known_is_refused_with_the_nearest(arguments: list[str], sentence: str) -> None:
+def test_the_error_for_an_unknown_flag_suggests_a_flag(arguments: list[str], sentence: str) -> None:
     ended = kvstore(*arguments)
     assert ended.status == 2
     assert ended.errors.endswith(f"error: {sentence}\n")
 
 
-def test_an_output_without_space_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_output_gets_one_sentence(tmp_path: Path) -> None:
     FileStore(tmp_path, 1 << 20).close()
     command = [sys.executable, "-m", "kvstore_backend.cli", "stats", f"file://{tmp_path}"]
     with Path("/dev/full").open("w") as full:
@@ -363,13 +363,13 @@ def test_an_output_without_space_is_one_sentence(tmp_path: Path) -> None:
     )
 
 
-def test_the_version_is_told_with_mooncakes() -> None:
+def test_the_version_of_mooncake_is_part_of_the_version() -> None:
     ended = kvstore("--version")
     assert ended.status == 0
     assert re.match(r"kvstore \S.*; (mooncake-transfer-engine\S* \S+|no Mooncake)\n", ended.output)
 
 
-def test_fastdeploys_line_for_a_master_is_taken_as_it_is() -> None:
+def test_the_command_line_of_fastdeploy_for_a_master_is_accepted() -> None:
     line = (
         "--port=15001 --enable_http_metadata_server=true --http_metadata_server_host=0.0.0.0 "
         "--http_metadata_server_port=15002 --metrics_port=15003"
@@ -381,13 +381,13 @@ def test_fastdeploys_line_for_a_master_is_taken_as_it_is() -> None:
     assert "clients on other machines need --host 0.0.0.0" in lines[3]
 
 
-def test_a_master_may_have_no_metadata_server_in_mooncakes_words() -> None:
+def test_a_flag_of_mooncake_disables_the_metadata_server() -> None:
     lines = kvstore("master", "--print", "--enable_http_metadata_server=false").output.splitlines()
     assert "metadata_server" not in lines[0]
     assert lines[2] == "export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE"
 
 
-def test_other_masters_behind_etcd_are_named_in_mooncakes_words() -> None:
+def test_flags_of_mooncake_name_several_masters_with_etcd() -> None:
     line = "--enable_ha=true --etcd_endpoints=http://h1:2379;http://h2:2379 --cluster_id=prod"
     lines = kvstore("master", "--print", *line.split()).output.splitlines()
     assert set(line.split()) <= set(shlex.split(lines[0].removeprefix("# ")))
@@ -413,12 +413,12 @@ def test_other_masters_behind_etcd_are_named_in_mooncakes_words() -> None:
             {"--ha_backend_connstring=ns/lease"},
             "k8s://ns/lease",
         ),
-        # its run_ha.sh, and the same by the newer flags
+        # FastDeploy's run_ha.sh, and the same with newer flags
         ("--etcd_endpoints http://h1:1;http://h2:1", {"--etcd_endpoints=http://h1:1;http://h2:1"}, "etcd://h1:1;h2:1"),
         ("--ha_backend_connstring http://h1:1,h2:1", {"--etcd_endpoints=http://h1:1;http://h2:1"}, "etcd://h1:1;h2:1"),
     ],
 )
-def test_a_master_of_several_is_started_in_mooncakes_words(flags: str, started: set[str], joined: str) -> None:
+def test_flags_of_mooncake_start_one_of_several_masters(flags: str, started: set[str], joined: str) -> None:
     line = f"--enable_ha {flags} --cluster_id prod --rpc_address 127.0.0.1 --rpc_port 8081 --metrics_port=9091"
     lines = kvstore("master", "--print", *line.split()).output.splitlines()
     words = shlex.split(lines[0].removeprefix("# "))
@@ -452,7 +452,7 @@ def test_a_master_of_several_is_started_in_mooncakes_words(flags: str, started: 
         ),
     ],
 )
-def test_a_master_of_several_that_cannot_be_is_refused_in_one_sentence(flags: str, sentence: str) -> None:
+def test_invalid_flags_for_several_masters_get_one_sentence(flags: str, sentence: str) -> None:
     ended = kvstore("master", *flags.split())
     assert ended.status == 1
     assert sentence in ended.errors
@@ -468,7 +468,7 @@ def test_a_slow_stop_is_announced(tmp_path: Path) -> None:
             bench.wait_for(lambda: bool(plain_http.get(keys).text.strip()), "storing")
             master.process.signal(signal.SIGSTOP)
             bench.signal(signal.SIGINT)
-            bench.wait_for(lambda: "kvstore: stopping ..." in bench.output, "saying so")
+            bench.wait_for(lambda: "kvstore: stopping ..." in bench.output, "the message")
             master.process.signal(signal.SIGCONT)
 
 
@@ -478,18 +478,18 @@ def test_stats_do_not_count_a_client_that_crashed(tmp_path: Path, metadata_serve
         changes: dict[str, object] = {"metadata_server": metadata_server} if metadata_server else {}
         opened = functools.partial(open_store, master.config(**changes))
         arguments = ["stats", url(master, **changes), "--master-metrics", master.metrics_url.split("/")[2]]
-        with Peer(opened), Peer(opened) as doomed:
+        with Peer(opened), Peer(opened) as crashed:
             assert json.loads(kvstore(*arguments, "--json").output)["clients"] == 2
-            doomed.kill()
+            crashed.kill()
             figures = json.loads(kvstore(*arguments, "--json").output)
-            people = kvstore(*arguments).output
+            table = kvstore(*arguments).output
     assert figures["clients"] == 1
-    # The master lists it for ten seconds, which this machine may have taken.
+    # The master lists the client for ten seconds, and this machine may be slower than that.
     assert figures["clients_gone"] == 1 or figures["capacity_bytes"] == 64 << 20
-    assert re.search(r"clients +1(, and 1 that just ended)?\n", people)
+    assert re.search(r"clients +1(, and 1 that just ended)?\n", table)
 
 
-def test_stats_do_not_count_a_client_that_took_its_leave(tmp_path: Path) -> None:
+def test_stats_do_not_count_a_client_that_left(tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as master:
         arguments = ["--json", url(master), "--master-metrics", master.metrics_url.split("/")[2]]
         open_store(master.config()).close()
@@ -502,32 +502,32 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match="0"):
         main(["--print-completion", "bash"])
     script = capsys.readouterr().out
-    asked = f"{script}\nCOMP_WORDS=(kvstore stats --wa) COMP_CWORD=2\n_shtab_kvstore kvstore --wa stats\n"
-    asked += 'echo "${COMPREPLY[@]}"'
-    assert subprocess.run(["bash"], input=asked, capture_output=True, text=True, check=True).stdout == "--watch\n"
+    commands = f"{script}\nCOMP_WORDS=(kvstore stats --wa) COMP_CWORD=2\n_shtab_kvstore kvstore --wa stats\n"
+    commands += 'echo "${COMPREPLY[@]}"'
+    assert subprocess.run(["bash"], input=commands, capture_output=True, text=True, check=True).stdout == "--watch\n"
 
 
-def test_mooncakes_own_log_is_shown_to_those_who_ask_for_it_alone(mooncake_master: MooncakeMaster) -> None:
+def test_the_log_of_mooncake_is_shown_only_on_request(mooncake_master: MooncakeMaster) -> None:
     bench = ["bench", url(mooncake_master), "--json", "--batches", "1", "--warm-up", "0", "--block-size", "64KiB"]
     quiet = kvstore(*bench)
     assert (quiet.status, quiet.errors) == (0, "")
     assert "metadata not found" in kvstore(*bench, MC_LOG_LEVEL="ERROR").errors
 
 
-def test_the_lines_for_clients_come_once_more_when_the_master_is_ready(
+def test_the_settings_of_clients_are_printed_again_when_the_master_is_ready(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(master, "_QUIET_SECONDS", 0.0)
     (port,) = free_ports(1)
     master._print_when_ready(["export A=b"], "127.0.0.1", port)
-    told = ""
-    assert capfd.readouterr().out == ""  # nobody answers yet
+    output = ""
+    assert capfd.readouterr().out == ""  # no master answers yet
     with socket.create_server(("127.0.0.1", port)):
 
-        def is_told() -> bool:
-            nonlocal told
-            told += capfd.readouterr().out
-            return bool(told)
+        def is_printed() -> bool:
+            nonlocal output
+            output += capfd.readouterr().out
+            return bool(output)
 
-        wait_until(is_told, "the lines")
-    assert told == "\nThe master is ready. Set in its clients:\nexport A=b\n"
+        wait_until(is_printed, "the lines")
+    assert output == "\nThe master is ready. Set in its clients:\nexport A=b\n"

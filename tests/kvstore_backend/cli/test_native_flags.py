@@ -1,4 +1,4 @@
-"""The flags of mooncake_master: those of the program that is installed, and how a command line gives them values."""
+"""The flags of the installed mooncake_master, and their values on a command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NATIVE = {"enable_offload": True, "client_ttl": False, "allocation_strategy": Fa
 OWN = ["--port", "--lease"]
 
 
-def test_the_program_tells_its_flags_and_which_of_them_are_switches() -> None:
+def test_the_program_lists_its_flags_and_switches() -> None:
     program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
     flags = list_native_flags(program)
     assert flags["enable_offload"]
@@ -25,7 +25,7 @@ def test_the_program_tells_its_flags_and_which_of_them_are_switches() -> None:
     assert len(flags) > 80
 
 
-def test_a_program_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_program_is_reported(tmp_path: Path) -> None:
     with pytest.raises(PoolUnavailable, match=r"--help cannot be run"):
         list_native_flags(str(tmp_path / "none"))
 
@@ -60,7 +60,7 @@ def test_values_are_read_as_the_program_reads_them(line: str, values: dict[str, 
         ("20", "'20' is not a flag of kvstore master"),
     ],
 )
-def test_what_neither_knows_gets_one_sentence(line: str, sentence: str) -> None:
+def test_an_invalid_flag_gets_one_sentence(line: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_native_flags(line.split(), NATIVE, OWN)
     assert str(caught.value).startswith(sentence)

@@ -1,4 +1,4 @@
-"""How far long work is."""
+"""Progress of long work."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_a_pipe_gets_a_line_each_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pipe = 100.0, io.StringIO()
     monkeypatch.setattr("kvstore_backend.cli.report.time.monotonic", lambda: clock)
-    with show_progress("bench", 8, pipe) as tell:
+    with show_progress("bench", 8, pipe) as update:
         for done in range(1, 9):
             clock += 2
-            tell(done, "put")
+            update(done, "put")
     assert pipe.getvalue().splitlines() == [
         "bench: put, 38% after 6 s, about 10 s left",
         "bench: put, 75% after 12 s, about 4 s left",
     ]
 
 
-def test_short_work_tells_nothing_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    with show_progress("bench", 2) as tell:
-        tell(1)
-        tell(2)
+def test_short_work_writes_nothing_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress("bench", 2) as update:
+        update(1)
+        update(2)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_gets_a_bar_that_goes_when_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_bar_and_clears_it_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = _Terminal()
-    with show_progress("bench", 4, terminal) as tell:
-        tell(2, "put")
+    with show_progress("bench", 4, terminal) as update:
+        update(2, "put")
     shown = terminal.getvalue()
     assert "bench: put" in shown
     assert "50%" in shown
     assert shown.endswith("\x1b[2K"), "the line is cleared"
 
 
-def test_a_trial_tells_its_steps_where_standard_error_was(
+def test_a_trial_writes_its_progress_to_standard_error(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "LINE_SECONDS", 0.0)

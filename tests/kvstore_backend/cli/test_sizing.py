@@ -18,7 +18,7 @@ def model(folder: Path, config: object) -> Path:
     return folder
 
 
-def test_mindies_example_of_128_dies() -> None:
+def test_the_example_of_mindie_with_128_dies_is_computed() -> None:
     links, factor = hccl_sizing(128, 0.92)
     assert "127 x 4 MB = 508 MB" in links.text
     assert factor.text.startswith("lower it from 0.92 to 0.91, which frees 600 MB; to 0.88 if cards may be added later")
@@ -33,7 +33,7 @@ def test_every_600_mb_of_links_lower_the_factor_by_a_hundredth(cards: int, facto
 
 
 @given(st.integers(1, 512))
-def test_no_pool_that_may_be_built_needs_more_than_four_hundredths(cards: int) -> None:
+def test_up_to_512_cards_pass(cards: int) -> None:
     assert all(finding.level == "ok" for finding in hccl_sizing(cards, 0.92))
 
 
@@ -44,7 +44,7 @@ def test_more_cards_than_can_be_linked_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("cards", "memory_factor"), [(0, 0.92), (-3, 0.92), (8, 0.04), (8, 1.5)])
-def test_figures_that_cannot_be_are_refused(cards: int, memory_factor: float) -> None:
+def test_impossible_figures_are_refused(cards: int, memory_factor: float) -> None:
     assert hccl_sizing(cards, memory_factor)[0].level == "fail"
 
 
@@ -57,11 +57,11 @@ def test_figures_that_cannot_be_are_refused(cards: int, memory_factor: float) ->
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}, 24 * (512 + 64) * 2),
     ],
 )
-def test_kv_of_a_token(tmp_path: Path, changes: dict[str, object], nbytes: int) -> None:
+def test_the_kv_bytes_of_a_token_are_computed(tmp_path: Path, changes: dict[str, object], nbytes: int) -> None:
     assert kv_bytes_per_token(model(tmp_path, {**QWEN2, **changes})) == nbytes
 
 
-def test_a_model_of_text_and_images_has_its_figures_one_level_down(tmp_path: Path) -> None:
+def test_the_figures_of_a_model_of_text_and_images_are_in_text_config(tmp_path: Path) -> None:
     assert kv_bytes_per_token(model(tmp_path, {"text_config": QWEN2, "dtype": "float32"})) == 2 * 24 * 2 * 64 * 4
 
 
@@ -73,7 +73,7 @@ def test_a_model_of_text_and_images_has_its_figures_one_level_down(tmp_path: Pat
         ({**QWEN2, "dtype": "int3"}, "lacks 'int3'"),
     ],
 )
-def test_a_configuration_that_does_not_say_enough(tmp_path: Path, config: object, sentence: str) -> None:
+def test_an_incomplete_configuration_is_refused(tmp_path: Path, config: object, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         kv_bytes_per_token(model(tmp_path, config))
 
@@ -86,11 +86,11 @@ def test_the_context_is_shorter_by_the_memory_that_links_take(cards: int, tokens
     assert f"up to {tokens * 8} if it is divided among the model's 8 cards" in finding.text
 
 
-def test_the_context_of_a_model_that_is_not_known_is_shorter_without_a_figure() -> None:
+def test_the_lost_context_of_an_unknown_model_has_no_number_of_tokens() -> None:
     (finding,) = context_cost(128, None)
     assert "600 MB less for KV on every card" in finding.text
     assert "--model FOLDER shows how many tokens are lost" in finding.remedy
 
 
-def test_one_card_alone_costs_no_context() -> None:
+def test_a_single_card_loses_no_context() -> None:
     assert context_cost(1, 10**6) == []

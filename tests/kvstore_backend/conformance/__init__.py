@@ -1,1 +1,1 @@
-"""The contract of stores, wrappers and stacks: written once in ``suite.py``, joined by one small class each."""
+"""The contract of stores, wrappers and stacks: ``suite.py`` has the tests, and each backend has a small class."""

@@ -1,4 +1,4 @@
-"""The real client on a real master. Closing a client takes seconds: tests share one until one of them closes it."""
+"""Real clients and a real master. A close takes seconds, so tests share a client until one of them closes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvstore_backend.backend import StorageBackend
 from kvstore_backend.config import PoolConfig
 from kvstore_backend.pool import open_backend, open_store
-from tests.kvstore_backend.conformance.suite import PATIENT, StackContract, StorageBackendContract, got
+from tests.kvstore_backend.conformance.suite import PATIENT, StackContract, StorageBackendContract, read_value
 from tests.support.mooncake import MooncakeMaster
 from tests.support.waiting import wait_until
 
@@ -25,11 +25,11 @@ def clients() -> Iterator[list[StorageBackend]]:
 
 
 class MooncakeContract(StorageBackendContract):
-    """The contract, but for the one exception that Mooncake is allowed."""
+    """The contract, with one exception for Mooncake."""
 
     def read_back(self, backend: StorageBackend, key: str, content: bytes) -> None:
-        """A put is answered 0 when another writer has only begun with the same key: it is there in a moment."""
-        wait_until(lambda: got(backend, key, len(content)) == content, f"{key} to be readable")
+        """Wait for the value: Mooncake answers a put with 0 while another writer still writes the same key."""
+        wait_until(lambda: read_value(backend, key, len(content)) == content, f"{key} to be readable")
 
 
 class TestMooncakeStore(MooncakeContract):

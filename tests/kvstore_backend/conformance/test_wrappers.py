@@ -1,4 +1,4 @@
-"""Every wrapper keeps the contract of the backend it is wrapped around."""
+"""Every wrapper fulfils the contract of a backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kvstore_backend.conformance.suite import PATIENT, StorageBackendContr
 from tests.support.strict_registration import Announcing, StrictStore
 
 
-def guarded(store: StorageBackend) -> GuardedBackend:
+def open_guarded(store: StorageBackend) -> GuardedBackend:
     guard = GuardedBackend(lambda: store, PATIENT)
     assert guard.wait_ready(30)
     return guard
@@ -45,7 +45,7 @@ class TestChecked(WrapperContract):
 
 class TestGuarded(WrapperContract):
     def wrap(self, store: StorageBackend) -> StorageBackend:
-        return guarded(store)
+        return open_guarded(store)
 
 
 class TestMetered(WrapperContract):
@@ -70,11 +70,11 @@ class TestTieredBack(WrapperContract):
 
 class TestAllTogether(WrapperContract):
     def wrap(self, store: StorageBackend) -> StorageBackend:
-        return WriteBehindBackend(MeteredBackend(guarded(CheckedBackend(store)), CollectorRegistry()))
+        return WriteBehindBackend(MeteredBackend(open_guarded(CheckedBackend(store)), CollectorRegistry()))
 
 
 class TestRegistration(WrapperContract):
-    """All together over a store that moves registered memory alone, as RDMA does: wrappers register their own."""
+    """All wrappers over stores that move only registered memory, as RDMA does; wrappers register their own."""
 
     @pytest.fixture(params=[False, True], ids=["at once", "in parts"])
     def backend(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorageBackend]:
@@ -82,14 +82,14 @@ class TestRegistration(WrapperContract):
             monkeypatch.setattr("kvstore_backend.wrappers.parts._PART_BYTES", 1)
             monkeypatch.setattr("kvstore_backend.wrappers.parts._QUICK", 0.0)
         stores = [StrictStore(MemoryStore(64 << 20)), StrictStore(MemoryStore(1 << 20))]
-        large, fast = (guarded(CheckedBackend(store)) for store in stores)
+        large, fast = (open_guarded(CheckedBackend(store)) for store in stores)
         backend = Announcing(MeteredBackend(TieredBackend(fast, large, "back"), CollectorRegistry()))
         yield backend
         backend.close()
         assert [store.registered.complaints for store in stores] == [[], []]
 
 
-@pytest.mark.parametrize("wrap", [CheckedBackend, guarded])
-def test_a_stack_that_writes_at_once_has_nothing_to_flush(wrap: Callable[[StorageBackend], StorageBackend]) -> None:
+@pytest.mark.parametrize("wrap", [CheckedBackend, open_guarded])
+def test_a_synchronous_stack_has_nothing_to_flush(wrap: Callable[[StorageBackend], StorageBackend]) -> None:
     with contextlib.closing(wrap(MemoryStore(1))) as stack:
         assert stack.flush_writes(0)

@@ -1,8 +1,8 @@
-"""An engine, a device and a pool that take their time at random, over one ``StagedMemory``.
+"""An engine, a device and a pool with random delays, over one ``StagedMemory``.
 
-Each schedule saves and loads conversations through few blocks and fewer buffers, every step of every copy delayed. The
-engine keeps to the one rule that it knows, a reference on each block of a transfer until its release; it overwrites a
-block as soon as it may, and looks at what was loaded as soon as it is told.
+Each schedule saves and loads conversations with few blocks and fewer buffers, and delays every step of every copy. The
+engine has a reference on each block of a transfer until its release. It overwrites a free block at once, and reads
+loaded blocks as soon as their load has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GARBAGE = 0xFF
 
 
 class Chance:
-    """Delays at random, from any thread."""
+    """Random delays and choices, for any thread."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -50,15 +50,15 @@ class Chance:
 
 
 class SlowDevice(StandInDevice):
-    """Its engine computes on a stream, too, and goes on before that has ended."""
+    """A device with an engine that also computes on a stream, and continues before the computation has ended."""
 
     def __init__(self, chance: Chance) -> None:
         super().__init__(before_step=chance.delay)
-        self._compute: Stream = StandInDevice.open_stream(self)  # sound, whatever those of copies are
+        self._compute: Stream = StandInDevice.open_stream(self)  # subclasses do not break this stream
         self._computed: Event | None = None
 
     def compute(self, steps: Sequence[Step]) -> None:
-        """Have the engine's next work done, some time."""
+        """Queue the engine's next work."""
         self._computed = self._compute.queue(steps, None)
 
     def record_event(self) -> Event | None:
@@ -66,7 +66,7 @@ class SlowDevice(StandInDevice):
 
 
 class SlowPool:
-    """A pool of which each call takes its time, and is given up now and then, to go on when others have begun."""
+    """A pool with slow calls; some miss their deadline and still run when others have begun."""
 
     def __init__(self, chance: Chance) -> None:
         self.contents = {each: right_bytes(each, NUM_LAYERS * LAYER_BYTES) for each in CONVERSATIONS[0]}
@@ -82,10 +82,10 @@ class SlowPool:
         self._spans.remove(Span(address, nbytes))
 
     def get_blocks(self, hashes: Sequence[bytes], targets: Sequence[Value], *, wait: bool) -> list[Status]:
-        there = [self.contents.get(block_hash) for block_hash in hashes]
+        found = [self.contents.get(block_hash) for block_hash in hashes]
 
         def read() -> None:
-            for target, content in zip(targets, there, strict=True):
+            for target, content in zip(targets, found, strict=True):
                 (span,) = target
                 self._check_registered(span)
                 ctypes.memset(span.address, GARBAGE, span.nbytes)
@@ -95,7 +95,7 @@ class SlowPool:
 
         if self._runs_late(read):
             return [Status.FAILED] * len(hashes)
-        return [Status.ABSENT if content is None else Status.OK for content in there]
+        return [Status.ABSENT if content is None else Status.OK for content in found]
 
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value], *, wait: bool) -> list[Status]:
         def write() -> None:
@@ -122,7 +122,7 @@ class SlowPool:
         assert any(each.address <= begin and end <= each.address + each.nbytes for each in self._spans)
 
     def _runs_late(self, call: Callable[[], None]) -> bool:
-        """Make the call; whether it was given up, and still runs."""
+        """Make the call; return whether it missed its deadline and still runs."""
         if not self._chance.is_true(0.1):
             call()
             return False
@@ -154,26 +154,26 @@ class TinyEngine:
         self.transfers = Transfers(cast(BlockPool, pool), memory, self._run_with_lock)
 
     def compute_and_save(self, hashes: Sequence[bytes]) -> None:
-        """A sequence that computes blocks and has them saved, and is over."""
+        """Run a sequence that computes blocks, saves them and ends."""
         blocks = self._take(len(hashes))
         self._write(blocks, [right_bytes(each, NUM_LAYERS * LAYER_BYTES) for each in hashes])
         self.transfers.save(hashes[: len(blocks)], blocks, lambda _: None, lambda: self._release(blocks))
 
     def load(self, hashes: Sequence[bytes]) -> None:
-        """A sequence that loads blocks, looks at them as soon as it may, and is over."""
+        """Run a sequence that loads blocks, compares them when the load has ended, and ends."""
         blocks = self._take(len(hashes))
 
         def on_end(outcome: Outcome) -> None:
             for block, block_hash in list(zip(blocks, hashes, strict=False))[: outcome.count]:
                 if self._read(block) != right_bytes(block_hash, NUM_LAYERS * LAYER_BYTES):
-                    self.wrong.append(f"block {block} was not what was saved when its owner was told that it is there")
+                    self.wrong.append(f"block {block} did not have the saved bytes when its load had ended")
             self._release(blocks)
 
         self._hold(blocks)
         self.transfers.load(hashes[: len(blocks)], blocks, on_end, lambda: self._release(blocks))
 
     def _take(self, count: int) -> list[int]:
-        """Blocks that nobody has, overwritten as their new owner does: soon."""
+        """Take free blocks and queue writes to them, as a new owner does."""
         free = [block for block, references in enumerate(self.references) if not references]
         blocks = self._chance.pick(free, min(count, len(free)))
         self._hold(blocks)
@@ -205,7 +205,7 @@ class TinyEngine:
 
 
 def run_schedule(seed: int, make_device: Callable[[Chance], SlowDevice] = SlowDevice, steps: int = 14) -> list[str]:
-    """Run one schedule; each block that was read before its copy ended, or used again before its save had left."""
+    """Run one schedule; return the errors: blocks that were read before or overwritten during their transfer."""
     chance = Chance(seed)
     pool = SlowPool(chance)
     engine = TinyEngine(make_device(chance), pool, chance)
@@ -215,11 +215,11 @@ def run_schedule(seed: int, make_device: Callable[[Chance], SlowDevice] = SlowDe
             if not all(engine.references):
                 (engine.load if chance.is_true(0.5) else engine.compute_and_save)(hashes)
         chance.delay()
-    wait_until(lambda: not any(engine.references), "all blocks to come back", pause_s=1e-3)
+    wait_until(lambda: not any(engine.references), "the release of all blocks", pause_s=1e-3)
     assert pool.wait_for_late_calls(30)
     engine.transfers.close()
     return engine.wrong + [
-        "the pool was given another content than the block had when its save was asked for"
+        "the pool has other bytes than the block had when its save began"
         for block_hash, content in pool.contents.items()
         if content != right_bytes(block_hash, NUM_LAYERS * LAYER_BYTES)
     ]

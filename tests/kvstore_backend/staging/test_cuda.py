@@ -1,6 +1,4 @@
-"""The calls of CUDA that a copy makes, in their order, on a machine without CUDA; what they do shows ``test_memory.py``
-where there is a GPU.
-"""
+"""The order of the CUDA calls of a copy, with stand-ins for CUDA; ``test_memory.py`` tests their effect on a GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def test_a_copy_begins_after_the_engines_event_and_ends_with_its_last_step(devic
     ] == CALLS
 
 
-def test_a_step_that_fails_is_told_where_its_end_is_waited_for_and_nothing_runs_any_more(device: CudaDevice) -> None:
+def test_the_wait_for_the_end_raises_the_error_of_a_step(device: CudaDevice) -> None:
     def fail() -> None:
         raise MemoryError("the device is full")
 
@@ -83,20 +81,20 @@ def test_a_step_that_fails_is_told_where_its_end_is_waited_for_and_nothing_runs_
     assert CALLS == ["enter", "gather", "wait for the stream"]
 
 
-def test_memory_is_the_devices_or_pinned_and_a_mark_keeps_the_time(
+def test_memory_is_on_the_device_or_pinned_and_a_mark_records_the_time(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, dict[str, object]]] = []
+    allocated: list[tuple[int, dict[str, object]]] = []
     result = torch.zeros(1)
 
     def allocate(nbytes: int, **options: object) -> torch.Tensor:
-        asked.append((nbytes, options))
+        allocated.append((nbytes, options))
         return result
 
     monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: SimpleNamespace(**options))
     assert device.allocate(7) is device.allocate_host(9) is result
-    assert asked == [
+    assert allocated == [
         (7, {"dtype": torch.uint8, "device": torch.device("cuda")}),
         (9, {"dtype": torch.uint8, "pin_memory": True}),
     ]

@@ -1,4 +1,4 @@
-"""Blocks pass through a ring of buffers unchanged; a buffer that a late call may touch is not used meanwhile."""
+"""Blocks pass through a ring of buffers unchanged; a buffer is not reused while a late call may use it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HASHES = conversation(0, 6)
 
 
 class Registered(MemoryStore):
-    """Notes which memory is registered."""
+    """Records the registered memory."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -43,7 +43,7 @@ class Registered(MemoryStore):
 
 
 def make_layers(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Two layers whose numbers all differ."""
+    """Make two layers in which all numbers differ."""
     count = torch.Size(SHAPE).numel()
     return [(torch.arange(count, device=device) + i * count).to(dtype).view(SHAPE) for i in range(2)]
 
@@ -52,12 +52,12 @@ def bytes_of(layers: Sequence[torch.Tensor], block: int) -> bytes:
     return b"".join(bytes(layer[block].cpu().contiguous().view(torch.uint8).flatten().tolist()) for layer in layers)
 
 
-def stage(layers: Sequence[torch.Tensor], store: MemoryStore | None = None, blocks_a_buffer: int = 2) -> StagedMemory:
+def stage(layers: Sequence[torch.Tensor], store: MemoryStore | None = None, blocks_per_buffer: int = 2) -> StagedMemory:
     kv = KVTensors(layers, len(layers[0]))
     return StagedMemory(
         kv,
         BlockPool(store or Registered(), NAMESPACE),
-        buffer_bytes=blocks_a_buffer * (kv.block_bytes + HEADROOM_BYTES),
+        buffer_bytes=blocks_per_buffer * (kv.block_bytes + HEADROOM_BYTES),
     )
 
 
@@ -73,19 +73,17 @@ def write_window(window: Window, contents: Sequence[bytes]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_outgoing_window_has_the_bytes_of_leading_blocks_in_the_order_asked_for(
-    device: str, dtype: torch.dtype
-) -> None:
+def test_an_outgoing_window_has_the_leading_blocks_in_the_requested_order(device: str, dtype: torch.dtype) -> None:
     layers = make_layers(device, dtype)
     window = stage(layers).open_outgoing([4, 0, 5], None)
-    assert read_window(window) == [bytes_of(layers, block) for block in (4, 0)], "as many as a buffer holds"
+    assert read_window(window) == [bytes_of(layers, block) for block in (4, 0)], "as many as fit into a buffer"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_arrived_is_written_where_it_belongs_and_nowhere_else(device: str) -> None:
+def test_only_delivered_blocks_are_written_to_kv_memory(device: str) -> None:
     layers = make_layers(device)
     expected = [bytes_of(layers, block) for block in range(6)]
-    window = stage(layers, blocks_a_buffer=3).open_incoming([5, 3, 1], None)
+    window = stage(layers, blocks_per_buffer=3).open_incoming([5, 3, 1], None)
     write_window(window, [expected[0], expected[2], b"\xff" * len(expected[0])])
     window.deliver(2)
     window.wait()
@@ -94,14 +92,14 @@ def test_what_arrived_is_written_where_it_belongs_and_nowhere_else(device: str) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_block_fills_a_buffer_if_it_is_large(device: str) -> None:
+def test_a_large_block_fills_a_buffer(device: str) -> None:
     layers = make_layers(device)
     kv = KVTensors(layers, 6)
     window = StagedMemory(kv, BlockPool(Registered(), NAMESPACE), buffer_bytes=1).open_outgoing([3, 4], None)
     assert read_window(window) == [bytes_of(layers, 3)]
 
 
-def test_memory_made_in_inference_mode_is_moved_outside_of_it() -> None:
+def test_memory_created_in_inference_mode_is_copied_outside_of_it() -> None:
     with torch.inference_mode():
         layers = make_layers("cpu")
         memory = stage(layers)
@@ -113,7 +111,7 @@ def test_memory_made_in_inference_mode_is_moved_outside_of_it() -> None:
 
 
 class TestBuffers:
-    def test_the_pool_is_told_of_all_that_a_window_may_lie_in(self) -> None:
+    def test_all_memory_of_windows_is_registered_with_the_pool(self) -> None:
         store = Registered()
         window = stage(make_layers("cpu"), store).open_incoming([1, 2], None)
         assert len(store.spans) == 2, "one for each direction"
@@ -123,16 +121,16 @@ class TestBuffers:
                 for span in store.spans
             )
 
-    def test_windows_at_the_same_time_are_in_different_memory(self) -> None:
+    def test_windows_in_use_have_different_memory(self) -> None:
         memory = stage(make_layers("cpu"))
         windows = [memory.open_incoming([1], None), memory.open_incoming([2], None), memory.open_outgoing([3], None)]
         assert len({window.values[0][0] for window in windows}) == 3
 
-    def test_one_that_was_set_aside_is_made_up_for_and_the_pool_forgets_one_too_many(self) -> None:
+    def test_a_buffer_that_is_set_aside_is_replaced_and_later_unregistered(self) -> None:
         store = Registered()
         memory = stage(make_layers("cpu"), store)
         late = memory.open_incoming([1, 2], None)
-        assert not late.set_aside(), "no block is set aside with it"
+        assert not late.set_aside(), "no block is set aside"
         others = [memory.open_incoming([1, 2], None) for _ in range(2)]
         assert late.values not in [other.values for other in others]
         assert len(store.spans) == 3
@@ -140,7 +138,7 @@ class TestBuffers:
             window.take_back()
         assert len(store.spans) == 2
 
-    def test_many_are_kept_where_it_is_asked_for_and_take_one_registration(self) -> None:
+    def test_many_incoming_buffers_need_one_registration(self) -> None:
         store, kv = Registered(), KVTensors(make_layers("cpu"), 6)
         buffer_bytes = kv.block_bytes + HEADROOM_BYTES
         memory = StagedMemory(
@@ -156,19 +154,19 @@ class TestBuffers:
         assert sorted(span.nbytes for span in before) == [2 * buffer_bytes, 5 * buffer_bytes]
 
     @pytest.mark.parametrize("block_bytes", [1 << 10, 3 << 10, 1 << 13])
-    def test_pinned_memory_is_no_more_than_was_asked_for(self, block_bytes: int) -> None:
-        """As torch rounds it up to a power of two, headroom beyond that would double it."""
+    def test_pinned_memory_is_not_larger_than_requested(self, block_bytes: int) -> None:
+        """Torch rounds pinned memory up to a power of two, so more headroom would double it."""
         store, kv = Registered(), KVTensors([torch.zeros(100, block_bytes, dtype=torch.uint8)], 100)
         StagedMemory(kv, BlockPool(store, NAMESPACE), buffer_bytes=1 << 14, incoming_bytes=1 << 17)
         outgoing, incoming = sorted(span.nbytes for span in store.spans)
         assert outgoing <= 1 << 15
         assert incoming <= 1 << 17
 
-    def test_one_is_used_again_when_its_copy_has_ended(self) -> None:
-        held = threading.Event()
+    def test_a_buffer_is_reused_when_its_copy_has_ended(self) -> None:
+        go = threading.Event()
 
         def wait() -> None:
-            held.wait()
+            go.wait()
 
         device = StandInDevice(before_step=wait)
         kv = KVTensors(make_layers("cpu"), 6)
@@ -184,25 +182,25 @@ class TestBuffers:
         opening.start()
         opening.join(0.05)
         assert not opened
-        held.set()
+        go.set()
         opening.join(30)
         assert opened
 
 
 class Gate:
-    """Lets calls through, or holds them up, and counts those that came."""
+    """Counts calls, and delays them until it ``is_open``."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
-        self.num_came = 0
+        self.num_calls = 0
 
     def pass_through(self) -> None:
-        self.num_came += 1
+        self.num_calls += 1
         assert self.is_open.wait(60)
 
 
 class GatedStore(Registered):
-    """Holds puts and gets up."""
+    """A store that delays puts and gets until its gate is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +237,7 @@ class TestOverlap:
         store.gate.is_open.set()
         opened.close()
 
-    def test_the_next_blocks_are_read_while_those_before_them_are_copied(
+    def test_the_next_blocks_are_read_while_the_previous_ones_are_copied(
         self, transfers: Transfers, store: GatedStore, copies: Gate
     ) -> None:
         copies.is_open.set()
@@ -248,28 +246,28 @@ class TestOverlap:
         transfers.save(HASHES, range(6), outcomes.append, lambda: None)
         wait_until(lambda: outcomes, "the save")
         copies.is_open.clear()
-        store.gate.num_came = 0
+        store.gate.num_calls = 0
         transfers.load(HASHES, range(6), outcomes.append, lambda: None)
-        wait_until(lambda: store.gate.num_came == 2, "the second read")
+        wait_until(lambda: store.gate.num_calls == 2, "the second read")
         assert len(outcomes) == 1
         copies.is_open.set()
         wait_until(lambda: outcomes[1:], "the load")
-        assert (outcomes[1].count, store.gate.num_came) == (6, 3)
+        assert (outcomes[1].count, store.gate.num_calls) == (6, 3)
 
-    def test_the_next_blocks_are_copied_while_those_before_them_are_written(
+    def test_the_next_blocks_are_copied_while_the_previous_ones_are_written(
         self, transfers: Transfers, store: GatedStore, copies: Gate
     ) -> None:
         copies.is_open.set()
         outcomes: list[Outcome] = []
         transfers.save(HASHES, range(6), outcomes.append, lambda: None)
-        wait_until(lambda: copies.num_came == 2 * 3, "all steps of the second copy")
-        assert store.gate.num_came == 1
+        wait_until(lambda: copies.num_calls == 2 * 3, "all steps of the second copy")
+        assert store.gate.num_calls == 1
         store.gate.is_open.set()
         wait_until(lambda: outcomes, "the save")
         assert outcomes[0].count == 6
 
 
-def test_blocks_come_back_by_way_of_the_pool() -> None:
+def test_blocks_are_saved_to_the_pool_and_loaded_again() -> None:
     layers = make_layers("cpu")
     pool = BlockPool(Registered(), NAMESPACE)
     kv = KVTensors(layers, 6)
@@ -296,7 +294,7 @@ def test_blocks_come_back_by_way_of_the_pool() -> None:
 
 
 class SizedDevice(StandInDevice):
-    """Notes what memory was taken."""
+    """Records the sizes of the allocated memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,9 +311,7 @@ class SizedDevice(StandInDevice):
 
 
 @pytest.mark.parametrize(("buffer_blocks", "capacity"), [(0.5, 1), (1, 1), (2.9, 2), (6, 6), (99, 6)])
-def test_memory_is_taken_for_as_many_blocks_as_fit_one_at_least_and_no_more_than_there_are(
-    buffer_blocks: float, capacity: int
-) -> None:
+def test_a_buffer_has_at_least_one_block_and_at_most_all(buffer_blocks: float, capacity: int) -> None:
     kv, device, store = KVTensors(make_layers("cpu"), 6), SizedDevice(), Registered()
     memory = StagedMemory(
         kv,
@@ -324,8 +320,8 @@ def test_memory_is_taken_for_as_many_blocks_as_fit_one_at_least_and_no_more_than
         buffer_bytes=int(buffer_blocks * (kv.block_bytes + HEADROOM_BYTES)),
     )
     row = HEADROOM_BYTES + kv.block_bytes
-    assert sorted(device.device_bytes) == sorted([capacity * row, capacity * 8] * 2), "one lane a direction"
-    assert sorted(device.host_bytes) == sorted([2 * capacity * row, 2 * capacity * 8] * 2), "two buffers a lane"
+    assert sorted(device.device_bytes) == sorted([capacity * row, capacity * 8] * 2), "one lane per direction"
+    assert sorted(device.host_bytes) == sorted([2 * capacity * row, 2 * capacity * 8] * 2), "two buffers per lane"
     assert {span.nbytes for span in store.spans} == {2 * capacity * row}
     for window in (memory.open_incoming(range(6), None), memory.open_outgoing(range(6), None)):
         assert len(window.values) == capacity
@@ -336,28 +332,28 @@ def test_memory_is_taken_for_as_many_blocks_as_fit_one_at_least_and_no_more_than
 
 
 class TestFaults:
-    """Of a device; buffers come back."""
+    """Errors of a device; the buffers can be used again."""
 
     @pytest.fixture
     def memory(self) -> StagedMemory:
         return stage(make_layers("cpu"))
 
-    def test_a_copy_that_cannot_begin_gives_its_buffer_back(
+    def test_a_copy_that_cannot_begin_releases_its_buffer(
         self, memory: StagedMemory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(*_: object) -> None:
-            raise MemoryError("no room")
+            raise MemoryError("no memory")
 
         ring = memory._outgoing.ring
         with monkeypatch.context() as patched:
             patched.setattr(memory._outgoing._stream, "queue", fail)
-            with pytest.raises(MemoryError, match="no room"):
+            with pytest.raises(MemoryError, match="no memory"):
                 memory.open_outgoing([1], None)
         assert len(ring._free) == 2
         assert read_window(memory.open_outgoing([1], None)) == [bytes_of(make_layers("cpu"), 1)]
 
     @pytest.mark.parametrize("error", [RuntimeError("the copy failed"), KeyboardInterrupt()])
-    def test_a_buffer_whose_last_copy_failed_is_used_again(self, memory: StagedMemory, error: BaseException) -> None:
+    def test_a_buffer_is_reused_after_its_copy_failed(self, memory: StagedMemory, error: BaseException) -> None:
         class Failed:
             def synchronize(self) -> None:
                 raise error
@@ -374,9 +370,9 @@ class TestFaults:
                 ring.take()
             assert list(ring._free) == [first]
 
-    def test_a_window_waits_for_its_copy_and_raises_what_that_raised(self, memory: StagedMemory) -> None:
+    def test_a_window_waits_for_its_copy_and_raises_its_error(self, memory: StagedMemory) -> None:
         window = memory.open_incoming([1, 2], None)
-        window.wait()  # there is none yet
+        window.wait()  # no copy has begun yet
         window.deliver(0)
         window.wait()
         memory._incoming._kv.scatter = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
@@ -384,7 +380,7 @@ class TestFaults:
         with pytest.raises(ZeroDivisionError):
             window.wait()
 
-    def test_a_ring_that_is_closed_has_nothing_registered(self) -> None:
+    def test_a_closed_ring_has_no_registered_memory(self) -> None:
         store = Registered()
         memory = stage(make_layers("cpu"), store)
         memory._incoming.ring.close()
@@ -394,7 +390,7 @@ class TestFaults:
 
 
 class Doubling:
-    """Stands in for a form of blocks of twice as many bytes: each byte twice."""
+    """A stand-in for a form of blocks, with each byte twice."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = 2 * nbytes
@@ -406,7 +402,7 @@ class Doubling:
         return encoded[:, ::2].contiguous()
 
 
-def test_blocks_have_another_form_in_the_pool_than_in_kv_memory() -> None:
+def test_blocks_may_have_another_form_in_the_pool_than_in_kv_memory() -> None:
     layers = make_layers("cpu")
     kv = KVTensors(layers, 6)
     memory = StagedMemory(kv, BlockPool(Registered(), NAMESPACE), Doubling(kv.block_bytes))
@@ -421,14 +417,14 @@ def test_blocks_have_another_form_in_the_pool_than_in_kv_memory() -> None:
 
 
 class TestTheStandIn:
-    def test_steps_run_one_after_another_behind_what_they_wait_for(self) -> None:
-        class Moment:
+    def test_steps_run_in_order_after_the_event_that_they_wait_for(self) -> None:
+        class Ended:
             def synchronize(self) -> None:
                 log.append("waited")
 
         log: list[str] = []
         stream = StandInDevice(lambda: log.append("thread"), lambda: log.append("step")).open_stream()
-        first = stream.queue([lambda: log.append("a"), lambda: log.append("b")], Moment())
+        first = stream.queue([lambda: log.append("a"), lambda: log.append("b")], Ended())
         second = stream.queue([lambda: log.append("c")], None)
         second.synchronize()
         first.synchronize()
@@ -445,22 +441,22 @@ class TestTheStandIn:
         first.synchronize()
         assert log == ["first", "second"]
 
-    def test_its_memory_is_the_hosts_and_nothing_is_under_way(self) -> None:
+    def test_the_stand_in_has_host_memory_and_no_event(self) -> None:
         device = StandInDevice()
         assert device.record_event() is None
         for memory in (device.allocate(100), device.allocate_host(100)):
             assert (memory.dtype, memory.shape, memory.device.type) == (torch.uint8, (100,), "cpu")
 
 
-def test_the_moment_is_the_devices() -> None:
-    class Moments(StandInDevice):
+def test_the_event_is_that_of_the_device() -> None:
+    class EventDevice(StandInDevice):
         def record_event(self) -> Event | None:
-            return moment
+            return ended
 
-    class Moment:
+    class Ended:
         def synchronize(self) -> None: ...
 
-    moment = Moment()
+    ended = Ended()
     kv = KVTensors(make_layers("cpu"), 6)
-    assert StagedMemory(kv, BlockPool(Registered(), NAMESPACE), device=Moments()).record_event() is moment
+    assert StagedMemory(kv, BlockPool(Registered(), NAMESPACE), device=EventDevice()).record_event() is ended
     assert stage(make_layers("cpu")).record_event() is None

@@ -1,4 +1,4 @@
-"""No block is read before its copy ended, and none used again before its save left; and the proof has teeth."""
+"""No block is read before its copy has ended or reused before its save has ended; broken devices are detected."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def test_every_schedule_keeps_the_order() -> None:
     assert [wrong for seed in range(NUM_SCHEDULES) for wrong in run_schedule(seed)] == []
 
 
-def is_found(make_device: Callable[[Chance], SlowDevice] = SlowDevice) -> bool:
+def is_detected(make_device: Callable[[Chance], SlowDevice] = SlowDevice) -> bool:
     return any(run_schedule(seed, make_device) for seed in range(NUM_SCHEDULES))
 
 
 class Stale(SlowDevice):
-    """Copies do not wait for the step."""
+    """Copies do not wait for the engine's computation."""
 
     def record_event(self) -> Event | None:
         return None
 
 
 class _Torn:
-    """The end is told before the last step."""
+    """Reports the end before the last step."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -43,7 +43,7 @@ class _Torn:
 
 
 class Torn(SlowDevice):
-    """An owner hears of the end before the scatter, and the pool reads before the copy."""
+    """A load ends before its scatter, and the pool reads before the copy of a save."""
 
     def open_stream(self) -> Stream:
         return _Torn(StandInDevice.open_stream(self))
@@ -60,18 +60,18 @@ class _Disordered:
 
 
 class Disordered(SlowDevice):
-    """Each copy has a thread of its own, though all use the same memory of the device."""
+    """Each copy has its own thread, although all use the same memory of the device."""
 
     def open_stream(self) -> Stream:
         return _Disordered(self)
 
 
 @pytest.mark.parametrize("broken", [Stale, Torn, Disordered])
-def test_a_broken_device_is_found(broken: type[SlowDevice]) -> None:
-    assert is_found(broken)
+def test_a_broken_device_is_detected(broken: type[SlowDevice]) -> None:
+    assert is_detected(broken)
 
 
-def test_a_buffer_that_is_used_again_before_its_copy_ended_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_reused_before_its_copy_ended_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Ring.take
 
     def take_early(ring: Ring) -> Buffer:
@@ -80,26 +80,26 @@ def test_a_buffer_that_is_used_again_before_its_copy_ended_is_found(monkeypatch:
         return take(ring)
 
     monkeypatch.setattr(Ring, "take", take_early)
-    assert is_found()
+    assert is_detected()
 
 
-def test_a_buffer_that_is_used_again_while_a_late_call_touches_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def use_again(window: _StagedWindow) -> bool:
+def test_a_buffer_that_is_reused_during_a_late_call_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reuse(window: _StagedWindow) -> bool:
         window.take_back()
         monkeypatch.setattr(window, "take_back", lambda: None)
         return False
 
-    monkeypatch.setattr(_StagedWindow, "set_aside", use_again)
-    assert is_found()
+    monkeypatch.setattr(_StagedWindow, "set_aside", reuse)
+    assert is_detected()
 
 
 @pytest.mark.parametrize("begin", ["fetch", "deliver"])
-def test_a_transfer_that_does_not_wait_for_its_copies_is_found(monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
+def test_a_transfer_that_does_not_wait_for_its_copies_is_detected(monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
     begin_copy = getattr(_StagedWindow, begin)
 
-    def begin_unnoticed(window: _StagedWindow, *count: int) -> None:
+    def begin_without_event(window: _StagedWindow, *count: int) -> None:
         begin_copy(window, *count)
         window._copied = None
 
-    monkeypatch.setattr(_StagedWindow, begin, begin_unnoticed)
-    assert is_found()
+    monkeypatch.setattr(_StagedWindow, begin, begin_without_event)
+    assert is_detected()

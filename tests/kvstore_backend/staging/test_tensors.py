@@ -1,4 +1,4 @@
-"""KV memory as rows: the bytes of a block are those that the pool is given where nothing is staged, in any layout."""
+"""KV memory as rows: in any layout, a block has the same bytes as without staging."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore_backend.staging import KVTensors
 NUM_BLOCKS = 5
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
-# The axes of a layer, kernel blocks first, and the order in which they lie in memory, outermost first.
+# The axes of a layer, kernel blocks first, and their order in memory, outermost first.
 LAYOUTS = {
     "NHD": ((2, 4, 3, 8), (0, 2, 1, 3)),  # [block, head, token, content] with tokens outside of heads
     "HND": ((2, 4, 3, 8), (0, 1, 2, 3)),
@@ -35,15 +35,15 @@ LAYOUTS = {
 
 
 def make_tensor(shape: Sequence[int], order: Sequence[int], dtype: torch.dtype, gap: int = 0) -> torch.Tensor:
-    """Memory whose axes lie in ``order``, filled with bytes at random; ``gap`` elements lie before it."""
+    """Make a tensor of random bytes with its axes in ``order`` in memory, after ``gap`` elements."""
     nbytes = (math.prod(shape) + gap) * dtype.itemsize
     flat = torch.frombuffer(bytearray(random.Random(nbytes).randbytes(nbytes)), dtype=torch.uint8).view(dtype)
     laid = flat[gap:].view([shape[axis] for axis in order])
     return laid.permute([order.index(axis) for axis in range(len(order))])
 
 
-def read_located(memory: KVMemory, blocks: Sequence[int]) -> list[bytes]:
-    """The bytes that the pool is given where nothing is staged."""
+def read_blocks(memory: KVMemory, blocks: Sequence[int]) -> list[bytes]:
+    """Return the bytes that the pool gets without staging."""
     return [b"".join(ctypes.string_at(*span) for span in value) for value in memory.locate_blocks(blocks)]
 
 
@@ -71,24 +71,24 @@ def layers_of_any_layout(draw: st.DrawFn) -> list[torch.Tensor]:
     st.sampled_from((0, 128)),
 )
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
-def test_rows_are_the_bytes_that_direct_memory_moves(layers: list[torch.Tensor], blocks: list[int], gap: int) -> None:
+def test_rows_have_the_bytes_that_direct_memory_moves(layers: list[torch.Tensor], blocks: list[int], gap: int) -> None:
     direct = KVMemory({str(i): layer for i, layer in enumerate(layers)}, NUM_BLOCKS)
     kv = KVTensors(layers, NUM_BLOCKS)
     rows, index = make_rows(kv, len(blocks), gap), torch.tensor(blocks)
     kv.gather(index, rows)
     assert kv.block_bytes == direct.block_bytes
-    assert bytes_of(rows) == read_located(direct, blocks)
-    before = read_located(direct, range(NUM_BLOCKS))
+    assert bytes_of(rows) == read_blocks(direct, blocks)
+    before = read_blocks(direct, range(NUM_BLOCKS))
     others = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
     rows.copy_(others)
     kv.scatter(index, rows)
     expected = dict(enumerate(before)) | dict(zip(blocks, bytes_of(others), strict=True))
-    assert read_located(direct, range(NUM_BLOCKS)) == list(expected.values()), "other blocks stay as they are"
+    assert read_blocks(direct, range(NUM_BLOCKS)) == list(expected.values()), "other blocks do not change"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_layout_and_dtype_comes_back(name: str, dtype: torch.dtype) -> None:
+def test_blocks_of_every_layout_and_dtype_are_restored(name: str, dtype: torch.dtype) -> None:
     sizes, order = LAYOUTS[name]
     layers = [make_tensor((3 * NUM_BLOCKS, *sizes[1:]), order, dtype) for _ in range(2)]
     copies = [layer.clone() for layer in layers]
@@ -112,11 +112,11 @@ def test_the_block_axis_may_be_moved_to_the_front() -> None:
     assert bytes_of(rows) == [bytes(kv_first[:, 3].contiguous().view(torch.uint8).flatten().tolist())]
 
 
-def test_kernel_blocks_that_make_no_whole_blocks_are_refused() -> None:
+def test_kernel_blocks_that_are_not_a_multiple_of_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="7 kernel blocks, which is not a multiple of 5 blocks"):
         KVTensors([torch.zeros(7, 4)], NUM_BLOCKS)
 
 
-def test_no_memory_is_refused() -> None:
+def test_an_empty_list_of_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="on one device, but it is on none"):
         KVTensors([], NUM_BLOCKS)

@@ -1,1 +1,1 @@
-"""Each layer alone."""
+"""Tests of each wrapper alone."""

@@ -57,7 +57,7 @@ def test_a_stored_object_is_the_documented_header_and_the_payload(store: MemoryS
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0), st.integers(0, 7))
-def test_no_flipped_bit_anywhere_in_an_object_is_delivered(payload: bytes, place: int, bit: int) -> None:
+def test_an_object_with_a_flipped_bit_is_not_delivered(payload: bytes, place: int, bit: int) -> None:
     store = MemoryStore(1 << 20)
     checked = CheckedBackend(store)
     source, target = Memory(payload), Memory(len(payload))
@@ -74,7 +74,7 @@ def test_no_flipped_bit_anywhere_in_an_object_is_delivered(payload: bytes, place
     ("offset", "reason"),
     [(0, "magic"), (4, "version"), (6, "reserved"), (8, "size"), (16, "checksum"), (24, "namespace"), (40, "hash")],
 )
-def test_what_does_not_verify_is_counted_by_the_field_that_was_wrong(
+def test_a_rejected_object_is_counted_by_its_wrong_field(
     store: MemoryStore, checked: CheckedBackend, offset: int, reason: str
 ) -> None:
     source = Memory(b"payload")
@@ -86,7 +86,7 @@ def test_what_does_not_verify_is_counted_by_the_field_that_was_wrong(
     assert checked.rejected == Counter([reason])
 
 
-def test_another_blocks_object_is_not_delivered(store: MemoryStore, checked: CheckedBackend) -> None:
+def test_the_object_of_another_block_is_not_delivered(store: MemoryStore, checked: CheckedBackend) -> None:
     one, other, target = Memory(b"one"), Memory(b"two"), Memory(3)
     checked.put([KEY, OTHER_KEY], [one.value, other.value])
     replace(store, KEY, stored_object(store, OTHER_KEY, 3))
@@ -94,7 +94,7 @@ def test_another_blocks_object_is_not_delivered(store: MemoryStore, checked: Che
     assert checked.rejected == Counter(["hash"])
 
 
-def test_another_namespaces_object_is_not_delivered(store: MemoryStore, checked: CheckedBackend) -> None:
+def test_the_object_of_another_namespace_is_not_delivered(store: MemoryStore, checked: CheckedBackend) -> None:
     key = KEY.replace(NAMESPACE.digest, "0" * 32)
     memory = Memory(b"one")
     checked.put([KEY], [memory.value])
@@ -103,15 +103,13 @@ def test_another_namespaces_object_is_not_delivered(store: MemoryStore, checked:
     assert checked.rejected == Counter(["namespace"])
 
 
-def test_a_store_that_delivers_nothing_is_found_out(checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ok_without_any_bytes_is_a_miss(checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryStore, "get", lambda self, keys, targets: [OK] * len(keys))
     target = Memory(100)
     assert checked.get([KEY], [target.value]) == [ABSENT]
 
 
-def test_an_object_of_another_size_is_absent_and_removed_so_that_it_can_be_put_anew(
-    store: MemoryStore, checked: CheckedBackend
-) -> None:
+def test_an_object_of_another_size_is_absent_and_removed(store: MemoryStore, checked: CheckedBackend) -> None:
     memory = Memory(b"payload")
     store.put([KEY], [memory.value])
     assert checked.get([KEY, OTHER_KEY], [memory.value] * 2) == [ABSENT, ABSENT]
@@ -123,7 +121,7 @@ def test_an_object_of_another_size_is_absent_and_removed_so_that_it_can_be_put_a
 @pytest.mark.parametrize(
     ("fault", "rejected"), [(Fault.FLIPPED_BIT, ["checksum"]), (Fault.FALSE_ABSENT, [])], ids=["bad", "put meanwhile"]
 )
-def test_one_bad_read_removes_nothing_and_is_made_good(store: MemoryStore, fault: Fault, rejected: list[str]) -> None:
+def test_one_bad_read_is_repeated_and_removes_nothing(store: MemoryStore, fault: Fault, rejected: list[str]) -> None:
     injector = FaultInjector(store)
     checked, source, target = CheckedBackend(injector), Memory(b"payload"), Memory(7)
     checked.put([KEY], [source.value])
@@ -135,7 +133,7 @@ def test_one_bad_read_removes_nothing_and_is_made_good(store: MemoryStore, fault
 
 
 @pytest.mark.parametrize("second", [Fault.FAILED, Fault.FALSE_ABSENT])
-def test_what_cannot_be_read_a_second_time_is_not_removed(store: MemoryStore, second: Fault) -> None:
+def test_an_object_is_not_removed_if_its_second_read_fails(store: MemoryStore, second: Fault) -> None:
     injector = FaultInjector(store)
     checked, source = CheckedBackend(injector), Memory(b"payload")
     checked.put([KEY], [source.value])
@@ -144,7 +142,7 @@ def test_what_cannot_be_read_a_second_time_is_not_removed(store: MemoryStore, se
     assert "remove" not in injector.calls
 
 
-def test_nothing_is_asked_twice_where_all_blocks_are_whole(store: MemoryStore) -> None:
+def test_no_read_is_repeated_if_all_blocks_are_correct(store: MemoryStore) -> None:
     injector = FaultInjector(store)
     checked, source = CheckedBackend(injector), Memory(b"payload")
     checked.put([KEY], [source.value])
@@ -156,23 +154,23 @@ def test_nothing_is_asked_twice_where_all_blocks_are_whole(store: MemoryStore) -
 
 
 class TestReadersWithoutAChecksum:
-    """They would take other bytes behind a right header for a block: nobody pulls memory away under them."""
+    """Readers that verify only headers, so that no block may be removed by force during their reads."""
 
     def test_a_block_that_is_removed_while_it_is_read_is_a_miss(self) -> None:
         class RemovedMeanwhile(MemoryStore):
-            """Stands in for Mooncake, where a forced removal lets a read go on."""
+            """A stand-in for Mooncake, where a read continues after a forced removal."""
 
             def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 answers = super().get(keys, targets)
                 self.remove(keys[:1], force=True)
                 return answers
 
-        blind, memory = CheckedBackend(RemovedMeanwhile(1 << 20), is_summed=False), Memory(b"unread")
-        blind.put([KEY, OTHER_KEY], [memory.value] * 2)
-        assert blind.get([KEY, OTHER_KEY], [memory.value] * 2) == [ABSENT, OK]
+        unsummed, memory = CheckedBackend(RemovedMeanwhile(1 << 20), is_summed=False), Memory(b"unread")
+        unsummed.put([KEY, OTHER_KEY], [memory.value] * 2)
+        assert unsummed.get([KEY, OTHER_KEY], [memory.value] * 2) == [ABSENT, OK]
 
     @pytest.mark.parametrize("is_summed", [True, False])
-    def test_their_blocks_are_never_removed_by_force(self, is_summed: bool) -> None:
+    def test_blocks_without_a_checksum_are_never_removed_by_force(self, is_summed: bool) -> None:
         store, memory = WatchedStore(), Memory(b"unread")
         CheckedBackend(store, is_summed=False).put([KEY, OTHER_KEY], [memory.value] * 2)
         reader = CheckedBackend(store, is_summed=is_summed)
@@ -183,7 +181,7 @@ class TestReadersWithoutAChecksum:
         assert store.forced == [False]
 
 
-def test_memory_for_headers_is_unregistered_in_the_end() -> None:
+def test_memory_for_headers_is_unregistered_at_the_close() -> None:
     store, memory = WatchedStore(), Memory(b"payload")
     checked = CheckedBackend(store)
     checked.put([KEY], [memory.value])
@@ -193,17 +191,17 @@ def test_memory_for_headers_is_unregistered_in_the_end() -> None:
     assert registered[1:3] == unregistered[1:3]
 
 
-def test_a_header_goes_into_headroom_in_one_piece_with_the_payload(
+def test_a_header_in_headroom_is_one_piece_with_the_payload(
     checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []
     put = MemoryStore.put
 
-    def counting(store: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+    def put_and_count(store: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         pieces.extend(map(len, values))
         return put(store, keys, values)
 
-    monkeypatch.setattr(MemoryStore, "put", counting)
+    monkeypatch.setattr(MemoryStore, "put", put_and_count)
     memory = Memory(2 * (HEADROOM_BYTES + 100))
     values = [[Span(memory.address + HEADROOM_BYTES + i * (HEADROOM_BYTES + 100), 100)] for i in range(2)]
     checked.register(memory.address, memory.nbytes, headroom=True)
@@ -215,7 +213,7 @@ def test_a_header_goes_into_headroom_in_one_piece_with_the_payload(
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any), st.booleans())
-def test_what_was_put_is_read_back_with_and_without_headroom(sizes: list[int], headroom: bool) -> None:
+def test_a_value_is_read_back_with_and_without_headroom(sizes: list[int], headroom: bool) -> None:
     checked = CheckedBackend(MemoryStore(1 << 20))
     content = secrets.token_bytes(sum(sizes))
     source = Memory(bytes(HEADROOM_BYTES) + content)
@@ -229,9 +227,7 @@ def test_what_was_put_is_read_back_with_and_without_headroom(sizes: list[int], h
     assert source.content[HEADROOM_BYTES:] == content
 
 
-def test_memory_for_headers_is_registered_and_used_again(
-    checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_headers_is_registered_and_reused(checked: CheckedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[int] = []
     monkeypatch.setattr(MemoryStore, "register", lambda self, address, nbytes, **_: registered.append(nbytes))
     memory = Memory(b"x")
@@ -244,7 +240,7 @@ def test_memory_for_headers_is_registered_and_used_again(
 
 
 @pytest.mark.parametrize("headroom", [False, True])
-def test_the_store_is_told_which_memory_is_used_and_no_longer(headroom: bool) -> None:
+def test_registrations_are_passed_to_the_store(headroom: bool) -> None:
     store, memory = WatchedStore(), Memory(1000)
     checked = CheckedBackend(store)
     checked.register(memory.address, 1000, headroom=headroom)
@@ -252,7 +248,7 @@ def test_the_store_is_told_which_memory_is_used_and_no_longer(headroom: bool) ->
     assert store.memory == [("register", memory.address, 1000, headroom), ("unregister", memory.address, 1000, False)]
 
 
-def test_only_what_does_not_verify_is_removed_against_a_lease() -> None:
+def test_only_an_invalid_object_is_removed_by_force() -> None:
     store, source = WatchedStore(), Memory(b"payload")
     checked = CheckedBackend(store)
     checked.put([KEY], [source.value])
@@ -268,7 +264,7 @@ def test_only_what_does_not_verify_is_removed_against_a_lease() -> None:
 @pytest.mark.parametrize(
     "start", [200, 700], ids=["at the beginning of memory with headroom", "right behind memory with headroom"]
 )
-def test_a_header_is_written_into_memory_with_headroom_alone(checked: CheckedBackend, start: int) -> None:
+def test_a_header_is_written_only_into_headroom(checked: CheckedBackend, start: int) -> None:
     memory = Memory(1000)
     checked.register(memory.address + 200, 500, headroom=True)
     assert checked.put([KEY], [[Span(memory.address + start, 100)]]) == [OK]
@@ -276,9 +272,7 @@ def test_a_header_is_written_into_memory_with_headroom_alone(checked: CheckedBac
 
 
 @pytest.mark.parametrize("was_registered", [False, True])
-def test_memory_without_headroom_or_no_longer_registered_is_left_alone(
-    checked: CheckedBackend, was_registered: bool
-) -> None:
+def test_memory_without_registered_headroom_is_not_changed(checked: CheckedBackend, was_registered: bool) -> None:
     memory = Memory(1000)
     if was_registered:
         checked.register(memory.address, 1000, headroom=True)
@@ -289,7 +283,7 @@ def test_memory_without_headroom_or_no_longer_registered_is_left_alone(
     assert memory.content == b"\xee" * 1000
 
 
-def test_memory_for_headers_that_just_suffices_is_used_again() -> None:
+def test_memory_for_headers_is_reused_if_it_is_just_large_enough() -> None:
     store, memory = WatchedStore(), Memory(b"x")
     checked = CheckedBackend(store)
     checked.put(["first"], [memory.value])
@@ -302,8 +296,8 @@ def test_memory_for_headers_that_just_suffices_is_used_again() -> None:
     assert store.memory[1] == ("unregister", *store.memory[0][1:3], False)
 
 
-def test_several_large_values_are_verified_each_by_itself(store: MemoryStore, checked: CheckedBackend) -> None:
-    """They are hashed by several threads."""
+def test_large_values_are_verified_separately(store: MemoryStore, checked: CheckedBackend) -> None:
+    """Several threads hash them."""
     keys = [KEY, OTHER_KEY, "third"]
     contents = [secrets.token_bytes(600_000) for _ in keys]
     sources, targets = [Memory(content) for content in contents], [Memory(600_000) for _ in keys]
@@ -314,16 +308,16 @@ def test_several_large_values_are_verified_each_by_itself(store: MemoryStore, ch
     assert [targets[0].content, targets[2].content] == [contents[0], contents[2]]
 
 
-def test_blocks_without_a_checksum_are_told_by_their_names_alone(store: MemoryStore) -> None:
-    blind = CheckedBackend(store, is_summed=False)
+def test_blocks_without_a_checksum_are_verified_by_their_headers(store: MemoryStore) -> None:
+    unsummed = CheckedBackend(store, is_summed=False)
     source, target = Memory(b"unread"), Memory(6)
-    blind.put([KEY], [source.value])
+    unsummed.put([KEY], [source.value])
     assert struct.unpack("<6xH8xQ", stored_object(store, KEY, 6)[:24]) == (0x7575, 0)
-    assert blind.get([KEY], [target.value]) == [OK]
+    assert unsummed.get([KEY], [target.value]) == [OK]
     assert target.content == b"unread"
     replace(store, OTHER_KEY, stored_object(store, KEY, 6))
-    assert blind.get([OTHER_KEY], [target.value]) == [ABSENT], "another block's bytes, whole"
-    assert blind.rejected == Counter(hash=1)
+    assert unsummed.get([OTHER_KEY], [target.value]) == [ABSENT], "the complete bytes of another block"
+    assert unsummed.rejected == Counter(hash=1)
 
 
 @pytest.mark.parametrize("is_summed", [True, False])

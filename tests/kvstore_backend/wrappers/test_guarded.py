@@ -1,4 +1,4 @@
-"""The guard over a store that hangs and fails on demand; a call that "hangs" does so until the test lets it go on."""
+"""The guard around a store that hangs and fails on demand; a call that hangs waits until ``go_on``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def guard(store: FaultInjector) -> Iterator[GuardedBackend]:
 
 
 class TestLateCalls:
-    def test_a_call_that_hangs_is_given_up_and_opens_the_breaker(
+    def test_a_call_that_hangs_fails_at_its_deadline_and_opens_the_breaker(
         self, guard: GuardedBackend, store: FaultInjector
     ) -> None:
         store.faults = [Fault.HANGS]
@@ -54,10 +54,10 @@ class TestLateCalls:
         assert guard.late_calls == guard.times_opened == 1
         assert "exists of 2 keys took more than 0.2 s" in guard.health().detail
 
-    def test_a_store_gets_its_deadline_once_more_where_this_process_got_no_cpu_time(
+    def test_a_deadline_is_extended_if_this_process_got_no_cpu_time(
         self, guard: GuardedBackend, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The wait of 0.2 s ends 5 s late by the clock, as on a machine where all processes are starved."""
+        """By the clock, the wait of 0.2 s ends 5 s late, as on an overloaded machine."""
         store.faults = [Fault.HANGS]
         real = time.monotonic
 
@@ -68,11 +68,11 @@ class TestLateCalls:
             return real() + 5.0
 
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=late_once_a_call_hangs))
-        assert guard.exists(["a"]) == [OK]  # what the injector answers when it goes on
+        assert guard.exists(["a"]) == [OK]  # the injector's answer after go_on
         assert guard.is_ready
         assert guard.late_calls == 0
 
-    def test_a_call_that_must_be_answered_by_a_moment_is_given_up_then_however_starved_or_slow_all_was(
+    def test_the_time_of_end_calls_at_is_never_extended(
         self, guard: GuardedBackend, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         guard._pace.note_answer(5.0, time.monotonic())
@@ -91,9 +91,7 @@ class TestLateCalls:
         go_on.cancel()
         assert guard.late_calls == 1
 
-    def test_only_the_calls_that_must_be_answered_by_a_moment_wait_for_it(
-        self, guard: GuardedBackend, store: FaultInjector
-    ) -> None:
+    def test_end_calls_at_applies_only_to_calls_in_its_block(self, guard: GuardedBackend, store: FaultInjector) -> None:
         with end_calls_at(time.monotonic() + 3600):
             pass
         store.faults = [Fault.HANGS]
@@ -108,9 +106,7 @@ class TestLateCalls:
             assert guard.put(["a"], [memory.value]) == guard.get(["a"], [memory.value]) == [FAILED]
         assert store.calls == ["exists"]
 
-    def test_the_breaker_closes_by_itself_when_the_late_call_has_ended(
-        self, guard: GuardedBackend, store: FaultInjector
-    ) -> None:
+    def test_the_breaker_closes_when_the_late_call_has_ended(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.HANGS]
         guard.exists(["a"])
         assert not guard.wait_ready(0)
@@ -118,9 +114,9 @@ class TestLateCalls:
         assert guard.wait_ready(30)
         assert guard.exists(["a"]) == [ABSENT]
 
-    def test_a_late_read_may_write_into_its_target_until_it_has_ended(self) -> None:
+    def test_a_late_read_may_write_to_its_target_until_it_has_ended(self) -> None:
         class Writes(MemoryStore):
-            """Stands in for a native read that arrives late."""
+            """A stand-in for a native client with a late read."""
 
             def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 hanging.set()
@@ -141,9 +137,9 @@ class TestLateCalls:
         assert target.content == b"late"
         guard.close()
 
-    def test_a_probe_that_answers_does_not_close_the_breaker_while_a_call_is_late(self) -> None:
+    def test_a_successful_probe_does_not_close_the_breaker_while_a_call_is_late(self) -> None:
         class Held(MemoryStore):
-            """Reads and look-ups wait, each for an event of its own."""
+            """A store in which reads and lookups wait for different events."""
 
             def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
                 read_go.wait()
@@ -175,7 +171,7 @@ class TestLateCalls:
         assert guard.wait_ready(30)
         guard.close()
 
-    def test_a_call_for_which_no_worker_was_free_is_never_made_and_opens_nothing(
+    def test_a_call_without_a_free_worker_is_not_made_and_does_not_open_the_breaker(
         self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "_WORKERS", 1)
@@ -195,35 +191,35 @@ class TestLateCalls:
         assert store.calls == ["put", "remove"]
         guard.close()
 
-    def test_transfers_have_time_for_their_bytes(self) -> None:
+    def test_the_deadline_of_a_transfer_grows_with_its_bytes(self) -> None:
         deadlines = Deadlines(transfer_seconds=1, bytes_per_second=1000, keys_per_second=4)
         one, other = Memory(3000), Memory(500)
         assert deadlines.seconds_for([one.spans(1000, 2000), other.value]) == 1 + 2 / 4 + 3.5
 
-    def test_a_look_up_of_many_keys_has_time_for_them(self) -> None:
-        """Over one store that hangs, a question on one key is given up while one on 1000 keys goes on waiting."""
+    def test_the_deadline_of_a_lookup_grows_with_its_keys(self) -> None:
+        """While a store hangs, a lookup of one key fails and a lookup of 1000 keys still waits."""
         deadlines = Deadlines(lookup_seconds=0.05, keys_per_second=10)
         store, answers = FaultInjector(MemoryStore(1), [Fault.HANGS, Fault.HANGS]), []
         patient, hasty = (GuardedBackend(lambda: store, deadlines) for _ in range(2))
         assert patient.wait_ready(30)
         assert hasty.wait_ready(30)
-        asker = threading.Thread(target=lambda: answers.append(patient.exists([str(i) for i in range(1000)])))
-        asker.start()
+        caller = threading.Thread(target=lambda: answers.append(patient.exists([str(i) for i in range(1000)])))
+        caller.start()
         assert store.hanging.acquire(timeout=30)
         assert hasty.exists(["a"]) == [FAILED]
         store.go_on()
-        asker.join()
+        caller.join()
         assert answers == [[OK] * 1000]
         for guard in (patient, hasty):
             guard.close()
 
-    def test_80000_keys_in_one_call_have_three_times_what_a_busy_machine_takes(self) -> None:
-        """FastDeploy's cache manager v1 names each layer of each block: 80 layers, 500 blocks, keys and values."""
+    def test_a_lookup_of_80000_keys_has_three_times_the_time_of_a_busy_machine(self) -> None:
+        """FastDeploy's cache manager v1 has a key per layer of a block: 80 layers, 500 blocks, keys and values."""
         assert Deadlines().seconds_to_look_up(80_000) >= 3 * 1.2
 
 
 class TestSlowStores:
-    def test_a_store_that_answered_late_is_given_longer_the_next_time(
+    def test_the_deadline_is_longer_after_a_late_answer(
         self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(module, "_MARGIN", 1000.0)
@@ -244,24 +240,24 @@ class TestSlowStores:
         pace = module._AdaptiveDeadline()
         assert pace.stretch(0) == 1
         pace.note_answer(0.1, 0)
-        assert pace.stretch(0) == 1, "a quick one"
+        assert pace.stretch(0) == 1, "the answer was fast"
         pace.note_answer(0.5, 10)
         pace.note_answer(0.1, 20)
-        assert (pace.stretch(20), pace.stretch(69), pace.stretch(71)) == (2, 2, 1), "the slowest counts"
+        assert (pace.stretch(20), pace.stretch(69), pace.stretch(71)) == (2, 2, 1), "the slowest answer counts"
         pace.note_answer(0.3, 80)
         assert pace.stretch(80) == pytest.approx(1.2)
 
-    def test_however_slow_it_was_a_deadline_is_stretched_so_far_only(self) -> None:
+    def test_the_stretch_of_a_deadline_is_limited(self) -> None:
         pace = module._AdaptiveDeadline()
         pace.note_answer(4.0, 0)
         assert pace.stretch(0) == module._MAX_STRETCH
 
-    def test_what_answers_after_a_hang_is_no_slow_store(self) -> None:
+    def test_an_answer_after_a_hang_does_not_stretch_deadlines(self) -> None:
         pace = module._AdaptiveDeadline()
         pace.note_answer(30.0, 0)
         assert pace.stretch(0) == 1
 
-    def test_an_answer_that_says_nothing_is_no_slow_one(self, guard: GuardedBackend, store: FaultInjector) -> None:
+    def test_the_time_of_a_failed_answer_is_not_recorded(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.FAILED]
         assert guard.exists(["a"]) == [FAILED]
         assert guard._pace._until == 0
@@ -270,19 +266,21 @@ class TestSlowStores:
 
 
 class TestFailures:
-    def test_look_ups_that_fail_in_a_row_open_the_breaker(self, guard: GuardedBackend, store: FaultInjector) -> None:
+    def test_successive_failed_lookups_open_the_breaker(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.FAILED] * 3
         for _ in range(3):
             assert guard.exists(["a"]) == [FAILED]
         assert guard.times_opened == 1
 
-    def test_one_answer_between_failures_keeps_it_closed(self, guard: GuardedBackend, store: FaultInjector) -> None:
+    def test_a_successful_lookup_between_failures_keeps_the_breaker_closed(
+        self, guard: GuardedBackend, store: FaultInjector
+    ) -> None:
         store.faults = [Fault.FAILED, Fault.FAILED, Fault.NOTHING, Fault.FAILED, Fault.FAILED]
         for _ in range(5):
             guard.exists(["a"])
         assert guard.times_opened == 0
 
-    def test_a_full_pool_that_refuses_writes_is_not_a_broken_one(
+    def test_failed_puts_and_removals_do_not_open_the_breaker(
         self, guard: GuardedBackend, store: FaultInjector
     ) -> None:
         store.faults = [Fault.FAILED] * 20
@@ -292,14 +290,14 @@ class TestFailures:
         assert guard.is_ready
 
     @pytest.mark.parametrize("fault", [Fault.RAISES, Fault.FEWER_ANSWERS])
-    def test_a_store_that_breaks_its_word_has_failed(
+    def test_a_store_that_violates_its_contract_counts_as_failed(
         self, guard: GuardedBackend, store: FaultInjector, fault: Fault, caplog: pytest.LogCaptureFixture
     ) -> None:
         store.faults = [fault, fault]
         assert guard.exists(["a", "b"]) == [FAILED, FAILED]
         assert guard.exists(["a", "b"]) == [FAILED, FAILED]
         assert guard.raised_calls == (2 if fault is Fault.RAISES else 0)
-        assert caplog.text.count("which no store may do") == (1 if fault is Fault.RAISES else 0), "said once"
+        assert caplog.text.count("which no store may do") == (1 if fault is Fault.RAISES else 0), "logged once"
 
     def test_a_probe_that_fails_keeps_the_breaker_open(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [Fault.FAILED] * 6
@@ -308,7 +306,7 @@ class TestFailures:
         assert guard.wait_ready(30)
         assert store.calls == ["exists"] * 7
 
-    def test_a_probe_that_hangs_is_told_from_one_that_fails(self, guard: GuardedBackend, store: FaultInjector) -> None:
+    def test_health_reports_that_a_probe_hangs(self, guard: GuardedBackend, store: FaultInjector) -> None:
         store.faults = [*[Fault.FAILED] * 3, Fault.HANGS]
         for _ in range(3):
             guard.exists(["a"])
@@ -317,7 +315,7 @@ class TestFailures:
 
 
 class TestOpening:
-    def test_until_the_store_can_be_opened_everything_is_a_failure_that_asks_nobody(self) -> None:
+    def test_all_calls_fail_until_the_store_can_be_opened(self) -> None:
         memory = Memory(8)
         tried = threading.Semaphore(0)
 
@@ -333,11 +331,11 @@ class TestOpening:
         wait_until(lambda: "no master answers" in guard.health().detail, "the reason")
         guard.close()
 
-    @pytest.mark.parametrize("trouble", [PoolUnavailable("no master"), RuntimeError("a broken library")])
-    def test_a_store_that_cannot_be_had_at_first_is_joined_later_and_told_once(
-        self, caplog: pytest.LogCaptureFixture, trouble: Exception
+    @pytest.mark.parametrize("problem", [PoolUnavailable("no master"), RuntimeError("a broken library")])
+    def test_a_store_that_cannot_be_opened_at_first_is_opened_later_and_logged_once(
+        self, caplog: pytest.LogCaptureFixture, problem: Exception
     ) -> None:
-        attempts = iter([trouble] * 5)
+        attempts = iter([problem] * 5)
 
         def open_store() -> StorageBackend:
             if (error := next(attempts, None)) is not None:
@@ -347,11 +345,11 @@ class TestOpening:
         guard = GuardedBackend(open_store, DEADLINES)
         assert guard.wait_ready(30)
         assert len(caplog.messages) == 1
-        assert str(trouble) in caplog.text
+        assert str(problem) in caplog.text
         assert guard.exists(["a"]) == [ABSENT]
         guard.close()
 
-    def test_a_store_that_asks_for_a_pause_is_not_opened_before(self) -> None:
+    def test_a_store_is_not_opened_again_before_the_pause_that_it_requested(self) -> None:
         tried_at: list[float] = []
 
         def open_store() -> StorageBackend:
@@ -363,7 +361,7 @@ class TestOpening:
         guard.close()
         assert tried_at[1] - tried_at[0] >= 1.0
 
-    def test_memory_registered_before_the_store_was_open_is_registered_with_it(self) -> None:
+    def test_memory_from_before_the_opening_is_registered_with_the_store(self) -> None:
         known: dict[int, tuple[int, bool]] = {}
 
         class Registering(MemoryStore):
@@ -382,7 +380,7 @@ class TestOpening:
         assert known[12288] == (30, False)
         guard.close()
 
-    def test_memory_that_is_taken_back_is_taken_back_from_the_store(self) -> None:
+    def test_memory_is_unregistered_with_the_store(self) -> None:
         known: set[int] = set()
 
         class Registering(MemoryStore):
@@ -400,20 +398,20 @@ class TestOpening:
         guard.close()
 
 
-class Knowing(MemoryStore):
-    """Knows the memory that it was told of; the next calls of ``register`` raise, or wait."""
+class RegisteringStore(MemoryStore):
+    """Records the registered memory; the next calls of ``register`` raise, or wait."""
 
     def __init__(self, raises: int = 0) -> None:
         super().__init__(1 << 20)
         self.known: dict[int, tuple[int, bool]] = {}
         self.raises = raises
         self.is_closed = threading.Event()
-        self.telling = threading.Event()
+        self.registering = threading.Event()
         self.go = threading.Event()
         self.go.set()
 
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
-        self.telling.set()
+        self.registering.set()
         self.go.wait(60)
         if self.raises:
             self.raises -= 1
@@ -430,8 +428,8 @@ class Knowing(MemoryStore):
 
 
 class TestMemory:
-    def test_the_keeper_survives_memory_that_cannot_be_registered_and_tries_again(self) -> None:
-        store, opened, go = Knowing(raises=3), [], threading.Event()
+    def test_a_failed_registration_during_the_opening_is_retried(self) -> None:
+        store, opened, go = RegisteringStore(raises=3), [], threading.Event()
 
         def open_store() -> StorageBackend:
             go.wait()
@@ -443,12 +441,12 @@ class TestMemory:
         go.set()
         assert guard.wait_ready(30)
         assert store.known == {4096: (10, False)}
-        assert len(opened) == 1, "it was not opened again, and the first one lost"
+        assert len(opened) == 1, "the store was opened only once"
         guard.close()
         assert store.is_closed.is_set()
 
-    def test_the_reason_is_told_while_memory_cannot_be_registered_and_the_store_is_closed_in_the_end(self) -> None:
-        store = Knowing(raises=10**9)
+    def test_health_has_the_reason_while_memory_cannot_be_registered(self) -> None:
+        store = RegisteringStore(raises=10**9)
         guard = GuardedBackend(lambda: store, DEADLINES)
         guard.register(4096, 10)
         wait_until(lambda: "cannot pin this memory" in guard.health().detail, "the reason")
@@ -456,8 +454,8 @@ class TestMemory:
         guard.close()
         assert store.is_closed.is_set()
 
-    def test_a_registration_that_hangs_is_given_up_and_holds_up_no_other_thread(self) -> None:
-        store = Knowing()
+    def test_a_registration_that_hangs_ends_at_its_deadline_and_delays_no_other(self) -> None:
+        store = RegisteringStore()
         guard = GuardedBackend(lambda: store, Deadlines(register_seconds=0.2))
         assert guard.wait_ready(30)
         store.go.clear()
@@ -473,13 +471,13 @@ class TestMemory:
         guard.close()
 
     def test_engine_threads_do_not_wait_while_all_memory_is_registered_with_a_new_store(self) -> None:
-        store = Knowing()
+        store = RegisteringStore()
         store.go.clear()
         may_open = threading.Event()
         guard = GuardedBackend(lambda: (may_open.wait(), store)[1], Deadlines(register_seconds=60))
         guard.register(4096, 10)
         may_open.set()
-        assert store.telling.wait(30)
+        assert store.registering.wait(30)
         guard.register(8192, 20)
         guard.unregister(4096, 10)
         assert not guard.is_ready
@@ -488,32 +486,32 @@ class TestMemory:
         assert store.known == {8192: (20, False)}
         guard.close()
 
-    def test_memory_registered_again_at_the_same_address_is_other_memory(self) -> None:
-        store = Knowing()
+    def test_memory_at_the_address_of_old_memory_is_registered_again(self) -> None:
+        store = RegisteringStore()
         guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=0.2, register_seconds=0.2))
         assert guard.wait_ready(30)
         guard.register(4096, 10)
         store.go.clear()
-        guard.register(8192, 10)  # hangs, so that the store cannot be told for now
-        told: list[str] = []
-        store.unregister = lambda address, nbytes: told.append(f"unregister {address}")  # type: ignore[method-assign]
+        guard.register(8192, 10)  # hangs, so that the store gets no other call for now
+        calls: list[str] = []
+        store.unregister = lambda address, nbytes: calls.append(f"unregister {address}")  # type: ignore[method-assign]
         store.known.clear()
         guard.unregister(4096, 10)
         guard.register(4096, 10)
         store.go.set()
         assert guard.wait_ready(30)
-        assert told == ["unregister 4096"]
+        assert calls == ["unregister 4096"]
         assert store.known.keys() == {4096, 8192}
         guard.close()
 
     @pytest.mark.parametrize("address", [8156, 8257, 8258, 8259])
-    def test_memory_that_lies_where_other_memory_was_is_registered_once_that_is_forgotten(self, address: int) -> None:
-        store = Knowing()
+    def test_memory_that_overlaps_old_memory_is_registered_after_the_old_is_unregistered(self, address: int) -> None:
+        store = RegisteringStore()
         guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=0.2, register_seconds=0.2))
         assert guard.wait_ready(30)
         guard.register(8192, 100)
         store.go.clear()
-        guard.register(65536, 10)  # hangs, so that the store cannot be told for now
+        guard.register(65536, 10)  # hangs, so that the store gets no other call for now
         guard.unregister(8192, 100)
         guard.register(address, 80)
         store.go.set()
@@ -521,27 +519,27 @@ class TestMemory:
         assert store.known.keys() == {address, 65536}
         guard.close()
 
-    def test_time_to_register_grows_with_the_memory(self) -> None:
+    def test_the_deadline_of_a_registration_grows_with_the_memory(self) -> None:
         assert Deadlines(register_seconds=2, register_bytes_per_second=100).seconds_to_register(300) == 5
 
 
 class TestFork:
-    def test_in_a_forked_child_every_call_fails_at_once_and_the_reason_is_told(self) -> None:
+    def test_calls_in_a_forked_child_fail_at_once_with_the_reason(self) -> None:
         guard = GuardedBackend(lambda: MemoryStore(1 << 20), Deadlines(lookup_seconds=60))
         assert guard.wait_ready(30)
         with guard._changed:  # as another thread may hold it at the moment of the fork
 
-            def say() -> str:
+            def report() -> str:
                 guard.register(4096, 10)
                 guard.close()
                 return f"{guard.exists(['a'])} {guard.wait_for_late_calls(0)} {guard.health().detail}"
 
-            told = in_forked_child(say)
-        assert told.startswith("[<Status.FAILED: 'failed'>] True this process was forked from the one that opened")
+            answer = in_forked_child(report)
+        assert answer.startswith("[<Status.FAILED: 'failed'>] True this process was forked from the one that opened")
         assert guard.exists(["a"]) == [ABSENT]
         guard.close()
 
-    def test_in_a_forked_child_no_call_is_late_that_is_late_in_its_parent(
+    def test_a_late_call_of_the_parent_is_not_late_in_a_forked_child(
         self, guard: GuardedBackend, store: FaultInjector
     ) -> None:
         store.faults = [Fault.HANGS]
@@ -551,13 +549,13 @@ class TestFork:
 
 
 class TestClosing:
-    def test_a_store_that_was_closed_in_time_is_not_worth_a_word(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_close_in_time_is_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         guard = GuardedBackend(lambda: MemoryStore(1 << 20), DEADLINES)
         assert guard.wait_ready(30)
         guard.close()
         assert not caplog.messages
 
-    def test_what_a_store_raises_when_it_is_closed_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_error_in_the_close_of_a_store_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         class Raises(MemoryStore):
             def close(self) -> None:
                 raise OSError("the connection is gone")
@@ -567,7 +565,7 @@ class TestClosing:
         guard.close()
         assert "the connection is gone" in caplog.text
 
-    def test_closing_while_the_store_is_being_opened_closes_it_when_it_is_open(self) -> None:
+    def test_a_close_during_the_opening_closes_the_store_afterwards(self) -> None:
         opening, go, closed = threading.Event(), threading.Event(), threading.Event()
 
         class Late(MemoryStore):
@@ -597,7 +595,7 @@ class TestClosing:
         assert store.calls == ["exists"]
         assert "The pool hangs, so its client stays open" in caplog.text
 
-    def test_a_store_is_not_closed_under_a_call_that_hangs(self) -> None:
+    def test_a_store_is_not_closed_during_a_call_that_hangs(self) -> None:
         closed, go = threading.Event(), threading.Event()
 
         class Hangs(MemoryStore):
@@ -638,7 +636,7 @@ class TestClosing:
         go.set()
 
 
-def test_repr_and_health_say_how_it_is(guard: GuardedBackend, store: FaultInjector) -> None:
+def test_repr_and_health_describe_the_state(guard: GuardedBackend, store: FaultInjector) -> None:
     assert guard.health().ok
     assert "breaker closed, 0 late" in repr(guard)
     store.faults = [Fault.HANGS]

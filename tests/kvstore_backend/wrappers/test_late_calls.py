@@ -10,7 +10,7 @@ from kvstore_backend.wrappers.wrapper import Wrapper, call_after_late_calls
 
 
 class Late(Wrapper):
-    """Has a late call until it is told otherwise."""
+    """Has a late call until ``has_ended`` is set."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore(1))
@@ -21,46 +21,46 @@ class Late(Wrapper):
 
 
 @pytest.fixture
-def taken_back() -> threading.Event:
+def is_released() -> threading.Event:
     return threading.Event()
 
 
-def test_memory_is_taken_back_when_the_late_call_has_ended_and_not_before(taken_back: threading.Event) -> None:
+def test_memory_is_released_when_the_late_call_has_ended_and_not_before(is_released: threading.Event) -> None:
     stack = Late()
-    call_after_late_calls(stack, taken_back.set)
-    assert not taken_back.wait(0.1)
+    call_after_late_calls(stack, is_released.set)
+    assert not is_released.wait(0.1)
     stack.has_ended.set()
-    assert taken_back.wait(30)
+    assert is_released.wait(30)
 
 
-def test_a_call_that_stays_late_is_told_of_again_and_again(
-    taken_back: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_call_that_stays_late_is_logged_repeatedly(
+    is_released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wrapper, "_WARN_AFTER_SECONDS", 0.01)
     stack = Late()
-    call_after_late_calls(stack, taken_back.set)
-    assert not taken_back.wait(0.2)
+    call_after_late_calls(stack, is_released.set)
+    assert not is_released.wait(0.2)
     stack.has_ended.set()
-    assert taken_back.wait(30)
+    assert is_released.wait(30)
     assert caplog.text.count("running for over 0.01 s") > 1
 
 
-def test_memory_for_which_no_thread_can_wait_is_never_used_again(
-    taken_back: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_memory_is_never_reused_if_no_thread_can_wait_for_its_late_call(
+    is_released: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    kept: list[object] = []
-    monkeypatch.setattr(wrapper, "_NEVER_CALLED", kept)
+    never_called: list[object] = []
+    monkeypatch.setattr(wrapper, "_NEVER_CALLED", never_called)
     monkeypatch.setattr(threading.Thread, "start", fail)
-    call_after_late_calls(Late(), taken_back.set)
-    assert kept == [taken_back.set]
-    assert not taken_back.is_set()
+    call_after_late_calls(Late(), is_released.set)
+    assert never_called == [is_released.set]
+    assert not is_released.is_set()
     assert "is never used again: can't start new thread" in caplog.text
 
 
-def test_what_taking_back_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_the_release_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     stack, called = Late(), threading.Event()
     stack.has_ended.set()
 

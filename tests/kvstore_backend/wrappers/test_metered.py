@@ -45,7 +45,7 @@ def test_calls_blocks_and_bytes_are_counted_by_operation_and_answer(registry: Co
     assert 0 < seconds < 60
 
 
-def test_the_time_of_a_call_is_told_by_its_outcome(registry: CollectorRegistry) -> None:
+def test_the_time_of_a_call_is_labelled_with_its_outcome(registry: CollectorRegistry) -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
     metered = MeteredBackend(injector, registry)
     metered.put(["a"], [Memory(b"1").value])
@@ -60,12 +60,12 @@ def test_the_time_of_a_call_is_told_by_its_outcome(registry: CollectorRegistry) 
     assert counts == {"ok": 1, "absent": 1, "failed": 1}
 
 
-def test_every_series_is_there_from_the_beginning(registry: CollectorRegistry) -> None:
+def test_every_series_exists_from_the_beginning(registry: CollectorRegistry) -> None:
     MeteredBackend(MemoryStore(1), registry)
     assert value(registry, "kvstore_blocks_total", operation="get", status="failed") == 0
 
 
-def test_the_state_of_the_wrappers_is_told_when_asked(registry: CollectorRegistry) -> None:
+def test_the_state_of_the_wrappers_is_collected(registry: CollectorRegistry) -> None:
     injector = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: injector, Deadlines(lookup_seconds=0.05))
     behind = WriteBehindBackend(guarded)
@@ -87,7 +87,7 @@ def test_the_state_of_the_wrappers_is_told_when_asked(registry: CollectorRegistr
     behind.close()
 
 
-def test_look_ups_for_all_are_answered_and_counted_apart(registry: CollectorRegistry) -> None:
+def test_exists_for_all_is_counted_separately(registry: CollectorRegistry) -> None:
     metered, memory = MeteredBackend(MemoryStore(1 << 20), registry), Memory(b"x")
     metered.put(["a"], [memory.value])
     assert metered.exists_for_all(["a", "b"]) == [Status.OK, Status.ABSENT]
@@ -95,7 +95,7 @@ def test_look_ups_for_all_are_answered_and_counted_apart(registry: CollectorRegi
     assert value(registry, "kvstore_blocks_total", operation="exists", status="ok") == 0
 
 
-def test_whether_a_lease_counts_is_handed_on(registry: CollectorRegistry) -> None:
+def test_a_forced_removal_is_passed_to_the_store(registry: CollectorRegistry) -> None:
     store = WatchedStore()
     metered = MeteredBackend(store, registry)
     metered.remove(["a"])

@@ -1,4 +1,4 @@
-"""Large batches in parts: every block is what it was, whichever way the parts go, and a dead pool is asked no more."""
+"""Large batches in parts: every block is moved correctly, and a dead pool gets no further calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = [NAMESPACE.key(block_hash) for block_hash in conversation(0, COUNT)]
 
 
 class Store(MemoryStore):
-    """Notes how many keys each call had; may fail, raise, or wait."""
+    """Records the number of keys of each call; may fail, raise, or wait."""
 
     def __init__(self) -> None:
         super().__init__(1 << 24)
@@ -35,7 +35,7 @@ class Store(MemoryStore):
         self.calls.append(len(keys))
         if self.raises_at in keys:
             wait_until(lambda: len(self.calls) > 1, "another part")
-            raise RuntimeError("a store that breaks its word")
+            raise RuntimeError("a store that violates its contract")
         self.go.wait(30)
         return [Status.FAILED] * len(keys) if self.is_dead else super().get(keys, targets)
 
@@ -46,7 +46,7 @@ class Store(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads and eight parts, on any machine, and a store that counts as quick once it was seen."""
+    """Use two threads and eight parts on any machine; a store counts as fast after its first batch."""
     monkeypatch.setattr(parts, "_PART_BYTES", SIZE)
     monkeypatch.setattr(parts, "_THREADS", 2)
     monkeypatch.setattr(parts, "_PARTS", 8)
@@ -55,8 +55,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_SHARED_BYTES", 0)
 
 
-@pytest.fixture(params=[0.0, 1e99], ids=["quick", "slow"])
-def is_quick(small_parts: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+@pytest.fixture(params=[0.0, 1e99], ids=["fast", "slow"])
+def is_fast(small_parts: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(parts, "_QUICK", request.param)
     return bool(request.param == 0.0)
 
@@ -68,7 +68,7 @@ def store() -> Store:
 
 @pytest.fixture
 def checked(store: Store) -> CheckedBackend:
-    """In front of the store, which it has seen a large batch of."""
+    """A backend that has measured the store with a large batch."""
     checked = CheckedBackend(store)
     whole = Memory(COUNT * SIZE)
     names = [f"earlier {i}" for i in range(COUNT)]
@@ -82,9 +82,7 @@ def cut(memory: Memory) -> list[Value]:
     return [(Span(memory.address + i * SIZE, SIZE),) for i in range(COUNT)]
 
 
-def test_every_block_comes_back_and_none_that_was_damaged(
-    is_quick: bool, checked: CheckedBackend, store: Store
-) -> None:
+def test_every_block_that_is_not_damaged_is_read(is_fast: bool, checked: CheckedBackend, store: Store) -> None:
     source, target = Memory(secrets.token_bytes(COUNT * SIZE)), Memory(COUNT * SIZE)
     assert checked.put(KEYS, cut(source)) == [Status.OK] * COUNT
     store.remove([KEYS[3], KEYS[9]])
@@ -95,16 +93,16 @@ def test_every_block_comes_back_and_none_that_was_damaged(
     assert checked.get(KEYS, cut(target)) == expected
     for i in (0, 1, 2, *range(4, 9), *range(10, COUNT)):
         assert target.content[i * SIZE : (i + 1) * SIZE] == source.content[i * SIZE : (i + 1) * SIZE]
-    assert store.exists(KEYS[3:4]) == [Status.ABSENT], "it was removed"
+    assert store.exists(KEYS[3:4]) == [Status.ABSENT], "the damaged block was removed"
 
 
-def test_a_quick_store_is_given_parts_and_a_slow_one_the_whole(
-    is_quick: bool, checked: CheckedBackend, store: Store
+def test_a_fast_store_gets_parts_and_a_slow_store_gets_the_whole_batch(
+    is_fast: bool, checked: CheckedBackend, store: Store
 ) -> None:
     memory = Memory(COUNT * SIZE)
     checked.put(KEYS, cut(memory))
     checked.get(KEYS, cut(memory))
-    assert store.calls == ([2] * 16 if is_quick else [COUNT] * 2)
+    assert store.calls == ([2] * 16 if is_fast else [COUNT] * 2)
 
 
 def test_a_small_batch_is_one_part(monkeypatch: pytest.MonkeyPatch, checked: CheckedBackend, store: Store) -> None:
@@ -115,28 +113,28 @@ def test_a_small_batch_is_one_part(monkeypatch: pytest.MonkeyPatch, checked: Che
     assert store.calls == [COUNT, 0]
 
 
-def test_parts_have_about_as_many_bytes_each() -> None:
+def test_parts_have_about_the_same_size() -> None:
     sizes = [100, 100, 5000, 100, 100, 4000, 100, 1, 1]
     nbytes, found = parts._cut_batch([(Span(1, size),) for size in sizes])
     assert nbytes == sum(sizes)
     assert [sizes[part] for part in found] == [[100, 100, 5000], [100, 100, 4000], [100, 1, 1]]
 
 
-def test_a_dead_pool_is_not_asked_for_all_parts(checked: CheckedBackend, store: Store) -> None:
+def test_a_dead_pool_gets_no_calls_for_further_parts(checked: CheckedBackend, store: Store) -> None:
     store.is_dead = True
     memory = Memory(COUNT * SIZE)
     assert checked.get(KEYS, cut(memory)) == [Status.FAILED] * COUNT
     assert len(store.calls) <= 3
 
 
-def test_an_exception_is_raised_when_no_part_uses_the_memory_any_more(checked: CheckedBackend, store: Store) -> None:
+def test_an_exception_is_raised_after_all_parts_have_ended(checked: CheckedBackend, store: Store) -> None:
     store.raises_at = KEYS[0]
     store.go.clear()
     ended = threading.Event()
     memory = Memory(COUNT * SIZE)
 
     def get() -> None:
-        with pytest.raises(RuntimeError, match="breaks its word"):
+        with pytest.raises(RuntimeError, match="violates its contract"):
             checked.get(KEYS, cut(memory))
         ended.set()
 
@@ -148,7 +146,7 @@ def test_an_exception_is_raised_when_no_part_uses_the_memory_any_more(checked: C
     assert ended.is_set()
 
 
-def test_a_call_goes_on_where_others_have_all_helpers(checked: CheckedBackend, store: Store) -> None:
+def test_a_call_succeeds_while_other_calls_use_all_helpers(checked: CheckedBackend, store: Store) -> None:
     memory = Memory(COUNT * SIZE)
     assert all(checked.put(KEYS, cut(memory)))
     busy = threading.Event()
@@ -161,32 +159,32 @@ def test_a_call_goes_on_where_others_have_all_helpers(checked: CheckedBackend, s
 
 
 class TestMove:
-    """``Parts`` alone, with steps that note which parts they were given, and on which threads."""
+    """``Parts`` alone, with steps that record their parts and threads."""
 
     @pytest.fixture
     def steps(self) -> Steps:
         return Steps()
 
     def move(self, parts_: parts.Parts, steps: Steps, count: int = COUNT, size: int = SIZE) -> list[tuple[int, int]]:
-        """The parts that were moved in this call."""
+        """Move a batch and return its parts."""
         steps.moved.clear()
         parts_.move([(Span(1, size),)] * count, [Status.OK] * count, steps.hash, steps.move)
         return sorted((part.start, part.stop) for part in steps.moved)
 
     @pytest.mark.parametrize("hashes_first", [True, False])
-    def test_each_part_is_hashed_before_it_is_moved_or_after(self, steps: Steps, hashes_first: bool) -> None:
+    def test_each_part_is_hashed_before_or_after_its_move(self, steps: Steps, hashes_first: bool) -> None:
         once = parts.Parts(hashes_first=hashes_first)
         for _ in range(2):
             self.move(once, steps)
         first, last = ("hash", "move") if hashes_first else ("move", "hash")
         for name in (first, last):
-            assert sorted(each for word, part in steps.log if word == name for each in range(*part)) == sorted(
+            assert sorted(each for step, part in steps.log if step == name for each in range(*part)) == sorted(
                 [*range(COUNT)] * 2
             )
-        half = [(word, part) for word, part in steps.log[-16:] if part == (0, 2)]
+        half = [(step, part) for step, part in steps.log[-16:] if part == (0, 2)]
         assert half == [(first, (0, 2)), (last, (0, 2))]
 
-    def test_a_store_that_was_seen_to_be_quick_is_given_parts_until_it_is_slow(
+    def test_a_store_gets_parts_after_a_fast_batch_until_a_slow_batch(
         self, steps: Steps, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         some = parts.Parts(hashes_first=True)
@@ -194,13 +192,13 @@ class TestMove:
         assert len(self.move(some, steps)) == 8
         assert len(self.move(some, steps)) == 8
         monkeypatch.setattr(parts, "_SLOW", 1e99)
-        assert len(self.move(some, steps)) == 8, "how slow it was is known afterwards"
+        assert len(self.move(some, steps)) == 8, "the speed of a batch is known afterwards"
         assert self.move(some, steps) == [(0, COUNT)]
 
-    def test_how_quick_it_is_moving_alone_shows(self, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_the_time_of_moves_shows_the_speed(self, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
         monkeypatch.setattr("kvstore_backend.wrappers.parts.time.perf_counter", lambda: now[0])
-        monkeypatch.setattr(parts, "_QUICK", COUNT * SIZE / 2.0)  # all of it in two seconds
+        monkeypatch.setattr(parts, "_QUICK", COUNT * SIZE / 2.0)  # the whole batch in two seconds
         for seconds, number in ((3.0, 1), (1.0, 8)):
             some = parts.Parts(hashes_first=False)
             steps.on_move = lambda seconds=seconds: now.__setitem__(0, now[0] + seconds)  # type: ignore[misc]
@@ -217,26 +215,26 @@ class TestMove:
         assert threading.get_ident() in {thread for thread, _ in steps.threads}
 
     @pytest.mark.parametrize(("size", "threads"), [(SIZE, 2), (SIZE - 1, 1)])
-    def test_hashing_is_shared_where_values_are_large(
+    def test_several_parts_are_hashed_if_values_are_large(
         self, steps: Steps, monkeypatch: pytest.MonkeyPatch, size: int, threads: int
     ) -> None:
         monkeypatch.setattr(parts, "_QUICK", 1e99)
         monkeypatch.setattr(parts, "_SHARED_BYTES", SIZE)
-        hashed = [part for word, part in self.logged(steps, size) if word == "hash"]
+        hashed = [part for step, part in self.run_and_log(steps, size) if step == "hash"]
         assert len(hashed) == (8 if threads == 2 else 1)
 
-    def logged(self, steps: Steps, size: int) -> list[tuple[str, tuple[int, int]]]:
-        assert self.move(parts.Parts(hashes_first=True), steps, size=size) == [(0, COUNT)], "moving is not"
+    def run_and_log(self, steps: Steps, size: int) -> list[tuple[str, tuple[int, int]]]:
+        assert self.move(parts.Parts(hashes_first=True), steps, size=size) == [(0, COUNT)], "the move is one part"
         return steps.log
 
-    def test_one_processor_has_one_part(self, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_machine_with_one_processor_has_one_part(self, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(parts, "_THREADS", 1)
         some = parts.Parts(hashes_first=True)
         assert [self.move(some, steps) for _ in range(3)] == [[(0, COUNT)]] * 3
         assert {thread for thread, _ in steps.threads} == {threading.get_ident()}
 
     @pytest.mark.parametrize(("nbytes", "number"), [(2 * SIZE - 1, 1), (2 * SIZE, 2), (3 * SIZE, 3), (99 * SIZE, 8)])
-    def test_a_part_has_enough_bytes_to_be_worth_a_call(self, nbytes: int, number: int) -> None:
+    def test_a_part_has_a_minimum_size(self, nbytes: int, number: int) -> None:
         total, found = parts._cut_batch([(Span(1, 1),)] * nbytes)
         assert (total, len(found)) == (nbytes, number)
         assert [part.start for part in found[1:]] == [part.stop for part in found[:-1]]
@@ -246,7 +244,7 @@ class TestMove:
 
 
 class Steps:
-    """The two steps of a batch."""
+    """Records the two steps of a batch."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, tuple[int, int]]] = []
@@ -267,6 +265,6 @@ class Steps:
         self.on_move()
 
 
-def test_the_size_of_a_value_is_that_of_all_its_pieces() -> None:
+def test_the_size_of_a_value_is_the_sum_of_its_pieces() -> None:
     assert parts.count_bytes([Span(1, 7)]) == 7
     assert parts.count_bytes([Span(1, 7), Span(100, 0), Span(50, 5)]) == 12

@@ -48,7 +48,7 @@ def back(fast: FaultInjector, large: FaultInjector) -> Iterator[TieredBackend]:
     backend.close()
 
 
-def test_writing_through_puts_a_value_into_both(
+def test_writing_through_puts_a_value_into_both_tiers(
     through: TieredBackend, fast: FaultInjector, large: FaultInjector
 ) -> None:
     assert put(through, "a", nbytes=NBYTES) == [OK]
@@ -56,7 +56,7 @@ def test_writing_through_puts_a_value_into_both(
     assert through.flush_writes(0)
 
 
-def test_writing_through_fails_where_the_large_tier_does(
+def test_writing_through_fails_if_the_large_tier_fails(
     through: TieredBackend, fast: FaultInjector, large: FaultInjector
 ) -> None:
     large.faults = [Fault.FAILED]
@@ -64,13 +64,13 @@ def test_writing_through_fails_where_the_large_tier_does(
     assert fast.exists(["a"]) == [ABSENT]
 
 
-def test_a_fast_tier_that_fails_keeps_nothing_from_being_written(through: TieredBackend, fast: FaultInjector) -> None:
+def test_a_failure_of_the_fast_tier_does_not_prevent_a_write(through: TieredBackend, fast: FaultInjector) -> None:
     fast.faults = [Fault.FAILED]
     assert put(through, "a", nbytes=NBYTES) == [OK]
     assert read(through, "a", NBYTES) == b"a" * NBYTES
 
 
-def test_writing_back_answers_before_the_large_tier_has_it(
+def test_writing_back_answers_before_the_large_tier_has_the_value(
     back: TieredBackend, fast: FaultInjector, large: FaultInjector
 ) -> None:
     large.faults = [Fault.NOTHING, Fault.HANGS]
@@ -84,7 +84,7 @@ def test_writing_back_answers_before_the_large_tier_has_it(
     assert large.exists(["a"]) == [OK]
 
 
-def test_what_the_fast_tier_evicted_is_read_from_the_large_one_and_copied_back(
+def test_an_evicted_value_is_copied_back_to_the_fast_tier_when_it_is_read(
     through: TieredBackend, fast: FaultInjector
 ) -> None:
     put(through, *"abcd", nbytes=NBYTES)
@@ -94,7 +94,7 @@ def test_what_the_fast_tier_evicted_is_read_from_the_large_one_and_copied_back(
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])
-def test_what_memory_evicted_is_read_from_the_folder_and_so_is_all_after_a_restart(
+def test_values_are_read_from_the_folder_after_an_eviction_and_after_a_restart(
     tmp_path: Path, policy: Literal["through", "back"]
 ) -> None:
     names = "abcdefgh"
@@ -109,7 +109,7 @@ def test_what_memory_evicted_is_read_from_the_folder_and_so_is_all_after_a_resta
         tiers.close()
 
 
-def test_what_the_fast_tier_has_is_not_asked_of_the_large_one(through: TieredBackend, large: FaultInjector) -> None:
+def test_the_large_tier_gets_no_call_for_a_value_in_the_fast_tier(through: TieredBackend, large: FaultInjector) -> None:
     put(through, "a", nbytes=NBYTES)
     large.calls.clear()
     assert through.exists(["a"]) == [OK]
@@ -117,26 +117,24 @@ def test_what_the_fast_tier_has_is_not_asked_of_the_large_one(through: TieredBac
     assert large.calls == []
 
 
-def test_a_fast_tier_that_fails_hides_nothing_and_concludes_nothing(
-    through: TieredBackend, fast: FaultInjector
-) -> None:
+def test_a_failure_of_the_fast_tier_hides_no_value(through: TieredBackend, fast: FaultInjector) -> None:
     put(through, "a", nbytes=NBYTES)
     fast.faults = [Fault.FAILED, Fault.FAILED]
     assert through.exists(["a", "b"]) == [OK, FAILED]
     assert read(through, "a", NBYTES) == b"a" * NBYTES
 
 
-def test_a_large_tier_that_fails_is_a_failure_not_an_absence(through: TieredBackend, large: FaultInjector) -> None:
+def test_a_failure_of_the_large_tier_is_not_a_miss(through: TieredBackend, large: FaultInjector) -> None:
     large.faults = [Fault.FAILED, Fault.FAILED]
     assert through.exists(["a"]) == [FAILED]
     assert read(through, "a", NBYTES) is FAILED
 
 
-def test_a_read_the_fast_tier_gave_up_is_not_repeated_into_the_same_memory(
+def test_a_late_read_of_the_fast_tier_is_not_repeated_into_the_same_memory(
     fast: FaultInjector, large: FaultInjector
 ) -> None:
     class StillReading(Wrapper):
-        """Gave its last call up, which goes on."""
+        """A backend with a late call."""
 
         def wait_for_late_calls(self, seconds: float) -> bool:
             return False
@@ -159,7 +157,7 @@ def test_a_read_the_fast_tier_gave_up_is_not_repeated_into_the_same_memory(
         (Fault.NOTHING, Fault.FAILED, FAILED),
     ],
 )
-def test_a_value_is_removed_when_both_are_rid_of_it(
+def test_a_value_is_removed_if_neither_tier_still_has_it(
     through: TieredBackend,
     fast: FaultInjector,
     large: FaultInjector,
@@ -186,7 +184,7 @@ def test_two_tiers_answer_like_one_large_store(steps: Sequence[tuple[str, str]])
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])
-def test_while_the_fast_tier_still_reads_memory_its_caller_is_told_so_and_later_it_is_left_out(
+def test_a_put_fails_if_the_fast_tier_is_late_and_later_puts_skip_that_tier(
     fast: FaultInjector, large: FaultInjector, policy: Literal["through", "back"]
 ) -> None:
     hasty = GuardedBackend(lambda: fast, Deadlines(0.2, 0.05, 1e9))
@@ -203,7 +201,7 @@ def test_while_the_fast_tier_still_reads_memory_its_caller_is_told_so_and_later_
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])
-def test_another_instance_would_be_told_what_the_large_tier_has(
+def test_exists_for_all_answers_from_the_large_tier_only(
     fast: FaultInjector, large: FaultInjector, policy: Literal["through", "back"]
 ) -> None:
     with contextlib.closing(TieredBackend(fast, large, policy)) as tiers:
@@ -213,23 +211,23 @@ def test_another_instance_would_be_told_what_the_large_tier_has(
         assert (tiers.exists(["a"]), tiers.exists_for_all(["a"])) == ([OK], [ABSENT])
 
 
-def test_health_tells_of_both(through: TieredBackend) -> None:
+def test_health_describes_both_tiers(through: TieredBackend) -> None:
     memory = Memory(NBYTES)
     through.put(["a"], [memory.value])
     assert through.health().detail.count("1 keys") == 2
 
 
-def test_both_tiers_are_told_which_memory_is_used_and_no_longer() -> None:
+def test_registrations_are_passed_to_both_tiers() -> None:
     fast, large = WatchedStore(), WatchedStore()
     tiers = TieredBackend(fast, large)
     tiers.register(4096, 100)
     tiers.register(8192, 100, headroom=True)
     tiers.unregister(4096, 100)
-    told = [("register", 4096, 100, False), ("register", 8192, 100, True), ("unregister", 4096, 100, False)]
-    assert fast.memory == large.memory == told
+    calls = [("register", 4096, 100, False), ("register", 8192, 100, True), ("unregister", 4096, 100, False)]
+    assert fast.memory == large.memory == calls
 
 
-def test_whether_a_lease_counts_is_told_to_both_tiers() -> None:
+def test_a_forced_removal_is_passed_to_both_tiers() -> None:
     fast, large = WatchedStore(), WatchedStore()
     tiers = TieredBackend(fast, large)
     tiers.remove(["a"])
@@ -237,7 +235,7 @@ def test_whether_a_lease_counts_is_told_to_both_tiers() -> None:
     assert fast.forced == large.forced == [False, True]
 
 
-def test_clearing_clears_both_and_fails_where_either_does() -> None:
+def test_a_clear_clears_both_tiers_and_fails_if_either_fails() -> None:
     fast, slow = MemoryStore(1 << 20), MemoryStore(1 << 20)
     tiers = TieredBackend(fast, slow)
     put(tiers, "a", nbytes=NBYTES)
@@ -249,7 +247,7 @@ def test_clearing_clears_both_and_fails_where_either_does() -> None:
     assert TieredBackend(MemoryStore(1), slow).clear("a") is FAILED
 
 
-def test_dropping_own_copies_clears_the_fast_tier_and_the_queue_alone() -> None:
+def test_drop_own_copies_clears_only_the_fast_tier() -> None:
     fast, large = MemoryStore(1 << 20), MemoryStore(1 << 20)
     tiers = TieredBackend(fast, large)
     put(tiers, "a", "b", nbytes=NBYTES)
@@ -260,7 +258,7 @@ def test_dropping_own_copies_clears_the_fast_tier_and_the_queue_alone() -> None:
     assert not tiers.drop_own_copies("a")
 
 
-def test_a_read_as_all_would_be_answered_neither_asks_nor_fills_the_fast_tier() -> None:
+def test_get_for_all_neither_reads_nor_fills_the_fast_tier() -> None:
     fast, large = MemoryStore(1 << 20), MemoryStore(1 << 20)
     tiers = TieredBackend(fast, large)
     put(fast, "a", nbytes=NBYTES)
@@ -278,15 +276,15 @@ def test_closing_closes_both_tiers() -> None:
     assert not large.health().ok
 
 
-def test_tiers_are_well_only_where_both_are() -> None:
-    ill = MemoryStore(1)
-    ill.close()
+def test_health_is_ok_only_if_both_tiers_are_ok() -> None:
+    broken = MemoryStore(1)
+    broken.close()
     assert TieredBackend(MemoryStore(1), MemoryStore(1)).health().ok
-    assert not TieredBackend(ill, MemoryStore(1)).health().ok
-    assert not TieredBackend(MemoryStore(1), ill).health().ok
+    assert not TieredBackend(broken, MemoryStore(1)).health().ok
+    assert not TieredBackend(MemoryStore(1), broken).health().ok
 
 
-def test_writing_back_the_large_tier_answers_where_the_fast_one_fails(
+def test_writing_back_succeeds_if_only_the_fast_tier_fails(
     back: TieredBackend, fast: FaultInjector, large: FaultInjector
 ) -> None:
     fast.faults = [Fault.FAILED]

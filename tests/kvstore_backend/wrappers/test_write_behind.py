@@ -1,4 +1,4 @@
-"""Asynchronous writes over a store that refuses, fails and hangs on demand."""
+"""Asynchronous writes to a store that refuses, fails and hangs on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 from tests.support.watched_store import WatchedStore
 
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
-ROOM = 1024
+SLOT = 1024
 """Bytes in the arena for a block of up to 896."""
 
 
@@ -44,22 +44,22 @@ def store(sound: MemoryStore) -> Iterator[FaultInjector]:
 
 @pytest.fixture
 def behind(store: FaultInjector) -> Iterator[WriteBehindBackend]:
-    backend = WriteBehindBackend(store, arena_bytes=4 * ROOM, retry_seconds=0.3, flush_seconds=0.1)
+    backend = WriteBehindBackend(store, arena_bytes=4 * SLOT, retry_seconds=0.3, flush_seconds=0.1)
     yield backend
     store.go_on()
     backend.close()
 
 
-def put(backend: StorageBackend, *keys: str, nbytes: int = ROOM - HEADROOM_BYTES) -> list[Status]:
+def put(backend: StorageBackend, *keys: str, nbytes: int = SLOT - HEADROOM_BYTES) -> list[Status]:
     sources = [Memory(content_of(key, nbytes)) for key in keys]
     return backend.put(keys, [source.value for source in sources])
 
 
-def content_of(key: str, nbytes: int = ROOM - HEADROOM_BYTES) -> bytes:
+def content_of(key: str, nbytes: int = SLOT - HEADROOM_BYTES) -> bytes:
     return (key.encode() * nbytes)[:nbytes]
 
 
-def read(backend: StorageBackend, key: str, nbytes: int = ROOM - HEADROOM_BYTES) -> bytes | Status:
+def read(backend: StorageBackend, key: str, nbytes: int = SLOT - HEADROOM_BYTES) -> bytes | Status:
     target = Memory(nbytes)
     (status,) = backend.get([key], [target.value])
     return target.content if status else status
@@ -73,14 +73,14 @@ def hang(store: FaultInjector, behind: WriteBehindBackend) -> None:
 
 
 class TestWriting:
-    def test_what_was_accepted_gets_to_the_store(self, behind: WriteBehindBackend, sound: MemoryStore) -> None:
+    def test_accepted_blocks_are_written_to_the_store(self, behind: WriteBehindBackend, sound: MemoryStore) -> None:
         assert put(behind, "a", "b") == [OK, OK]
         assert behind.flush_writes(30)
         assert read(sound, "a") == content_of("a")
         assert behind.queued_blocks == behind.queued_bytes == 0
         assert behind.dropped == Counter()
 
-    def test_the_callers_memory_is_free_at_once(
+    def test_the_caller_may_reuse_its_memory_at_once(
         self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
     ) -> None:
         hang(store, behind)
@@ -91,25 +91,25 @@ class TestWriting:
         assert behind.flush_writes(30)
         assert read(sound, "a", 6) == b"before"
 
-    def test_a_block_on_its_way_is_there_for_this_client(
-        self, behind: WriteBehindBackend, store: FaultInjector
-    ) -> None:
+    def test_this_client_finds_and_reads_a_queued_block(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
         hang(store, behind)
         put(behind, "a")
         assert behind.exists(["a", "first", "b"]) == [OK, OK, ABSENT]
         assert read(behind, "a") == content_of("a")
         assert read(behind, "a", 5) is ABSENT
 
-    def test_blocks_go_out_in_batches_by_bytes(self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_blocks_are_written_in_batches_of_limited_size(
+        self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         sizes: list[int] = []
         put_batch = MemoryStore.put
 
-        def counted(self: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        def put_and_count(self: MemoryStore, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
             sizes.append(len(keys))
             return put_batch(self, keys, values)
 
-        monkeypatch.setattr(MemoryStore, "put", counted)
-        behind = WriteBehindBackend(store, arena_bytes=20 * ROOM, batch_bytes=300)
+        monkeypatch.setattr(MemoryStore, "put", put_and_count)
+        behind = WriteBehindBackend(store, arena_bytes=20 * SLOT, batch_bytes=300)
         hang(store, behind)
         put(behind, *"abcdefg", nbytes=100)
         store.go_on()
@@ -118,7 +118,7 @@ class TestWriting:
         behind.close()
 
     @given(st.lists(st.integers(1, 2000), max_size=60), st.integers(1000, 5000))
-    def test_every_block_is_written_whole_or_dropped_and_said_so(self, sizes: list[int], arena_bytes: int) -> None:
+    def test_every_block_is_written_completely_or_counted_as_dropped(self, sizes: list[int], arena_bytes: int) -> None:
         sound = MemoryStore(1 << 20)
         behind = WriteBehindBackend(sound, arena_bytes=arena_bytes, batch_bytes=1500)
         contents = {f"key {i}": secrets.token_bytes(size) for i, size in enumerate(sizes)}
@@ -132,7 +132,7 @@ class TestWriting:
 
 
 class Gate(MemoryStore):
-    """A store that lets one put through for each permit."""
+    """A store that executes one put for each permit."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -148,8 +148,8 @@ def _has_left(behind: WriteBehindBackend, waiting: int) -> bool:
 
 
 @given(st.lists(st.one_of(st.integers(1, 1500), st.none()), max_size=40))
-def test_no_block_is_written_over_another_on_its_way(steps: list[int | None]) -> None:
-    """Steps are the sizes of blocks that are put, and None for one that is let out."""
+def test_no_block_overwrites_another_queued_block(steps: list[int | None]) -> None:
+    """Each step is the size of a block to put, or None to let the store write one block."""
     gate = Gate()
     behind = WriteBehindBackend(gate, arena_bytes=5000, batch_bytes=1)
     accepted: dict[str, Memory] = {}
@@ -160,7 +160,7 @@ def test_no_block_is_written_over_another_on_its_way(steps: list[int | None]) ->
                 accepted[f"key {number}"] = source
         elif waiting := behind.queued_blocks:
             gate.permits.release()
-            wait_until(partial(_has_left, behind, waiting), "a block to leave", pause_s=0.001)
+            wait_until(partial(_has_left, behind, waiting), "a block to leave the queue", pause_s=0.001)
     gate.permits.release(len(steps) + 1)
     assert behind.flush_writes(30)
     for key, source in accepted.items():
@@ -169,7 +169,7 @@ def test_no_block_is_written_over_another_on_its_way(steps: list[int | None]) ->
 
 
 class TestSingleFlight:
-    def test_a_block_on_its_way_is_not_taken_again(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+    def test_a_queued_block_is_not_queued_again(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
         hang(store, behind)
         assert put(behind, "a", "a") == put(behind, "a", "first") == [OK, OK]
         assert behind.queued_blocks == 2
@@ -195,15 +195,17 @@ class TestSingleFlight:
 
 
 class TestDropping:
-    def test_a_full_arena_drops_and_counts(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+    def test_blocks_that_do_not_fit_into_the_arena_are_dropped_and_counted(
+        self, behind: WriteBehindBackend, store: FaultInjector
+    ) -> None:
         hang(store, behind)
         assert put(behind, "a", "b", "c", "d", "e") == [OK, OK, OK, FAILED, FAILED]
         assert behind.dropped == Counter({"arena full": 2})
 
     def test_a_block_larger_than_the_arena_is_dropped(self, behind: WriteBehindBackend) -> None:
-        assert put(behind, "a", nbytes=5 * ROOM) == [FAILED]
+        assert put(behind, "a", nbytes=5 * SLOT) == [FAILED]
 
-    def test_a_pool_that_is_full_for_a_moment_is_tried_again(
+    def test_a_write_to_a_full_pool_is_retried(
         self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
     ) -> None:
         store.faults = [Fault.NOTHING, Fault.FAILED, Fault.NOTHING, Fault.FAILED]
@@ -212,7 +214,7 @@ class TestDropping:
         assert read(sound, "a") == content_of("a")
         assert behind.dropped == Counter()
 
-    def test_a_pool_that_stays_full_loses_the_block_when_the_budget_is_over(
+    def test_a_block_is_dropped_if_the_pool_stays_full_for_too_long(
         self, behind: WriteBehindBackend, store: FaultInjector
     ) -> None:
         store.faults = [Fault.NOTHING, Fault.FAILED] * 100
@@ -221,14 +223,16 @@ class TestDropping:
         assert behind.dropped == Counter({"refused": 1})
         assert behind.exists(["b"])
 
-    def test_a_pool_that_is_away_is_not_waited_for(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+    def test_a_block_is_dropped_at_once_if_the_pool_does_not_answer(
+        self, behind: WriteBehindBackend, store: FaultInjector
+    ) -> None:
         store.faults = [Fault.FAILED]
         put(behind, "a")
         assert behind.flush_writes(30)
         assert behind.dropped == Counter({"pool away": 1})
         assert store.calls == ["exists"]
 
-    def test_nothing_is_accepted_while_the_pool_is_known_to_be_away(self, store: FaultInjector) -> None:
+    def test_no_block_is_accepted_while_the_pool_is_not_ready(self, store: FaultInjector) -> None:
         class Away(Wrapper):
             """A stack that is not ready."""
 
@@ -240,18 +244,16 @@ class TestDropping:
             assert put(behind, "a") == [FAILED]
             assert behind.dropped == Counter({"pool away": 1})
 
-    def test_memory_that_a_late_write_may_still_read_is_not_written_to(
-        self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_memory_of_a_late_write_is_not_reused(self, store: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_LATE_CALL_WAIT_SECONDS", 0.01)
         guard = GuardedBackend(lambda: store, Deadlines(lookup_seconds=30, transfer_seconds=0.05))
         assert guard.wait_ready(30)
-        behind = WriteBehindBackend(guard, arena_bytes=ROOM, flush_seconds=0.1)
+        behind = WriteBehindBackend(guard, arena_bytes=SLOT, flush_seconds=0.1)
         store.faults = [Fault.NOTHING, Fault.HANGS]
         put(behind, "a")
         assert store.hanging.acquire(timeout=30)
-        wait_until(lambda: not guard.is_ready, "the write to be given up")
-        assert not behind.flush_writes(0.5)  # many times as long as it takes to give a block up
+        wait_until(lambda: not guard.is_ready, "the deadline of the write")
+        assert not behind.flush_writes(0.5)  # much longer than the wait for a late call
         assert put(behind, "b") == [FAILED]
         store.go_on()
         assert behind.flush_writes(30)
@@ -259,7 +261,7 @@ class TestDropping:
 
 
 class TestRemoving:
-    def test_a_block_in_the_queue_is_withdrawn(
+    def test_a_queued_block_is_removed_from_the_queue(
         self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
     ) -> None:
         hang(store, behind)
@@ -269,7 +271,7 @@ class TestRemoving:
         assert behind.flush_writes(30)
         assert sound.exists(["a"]) == [ABSENT]
 
-    def test_blocks_from_before_a_clear_are_withdrawn_and_the_pool_is_left_alone(
+    def test_drop_own_copies_empties_the_queue_and_does_not_change_the_pool(
         self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
     ) -> None:
         assert put(sound, "a in the pool") == [OK]
@@ -281,20 +283,24 @@ class TestRemoving:
         assert behind.flush_writes(30)
         assert sound.exists(["a", "b", "a in the pool"]) == [ABSENT, OK, OK]
 
-    def test_a_block_that_is_being_sent_is_not(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+    def test_a_block_that_is_being_written_is_not_removed(
+        self, behind: WriteBehindBackend, store: FaultInjector
+    ) -> None:
         hang(store, behind)
         assert behind.remove(["first"]) == [FAILED]
 
 
 class TestClosing:
-    def test_close_writes_what_was_accepted(self, sound: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_close_writes_accepted_blocks(self, sound: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(MemoryStore, "close", lambda _: None)
         behind = WriteBehindBackend(sound, batch_bytes=1)
         put(behind, *"abcdef")
         behind.close()
         assert all(sound.exists(list("abcdef")))
 
-    def test_close_gives_up_on_a_store_that_hangs(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+    def test_close_drops_the_queue_of_a_store_that_hangs(
+        self, behind: WriteBehindBackend, store: FaultInjector
+    ) -> None:
         hang(store, behind)
         put(behind, "a")
         behind.close()
@@ -306,7 +312,7 @@ class TestClosing:
     ) -> None:
         monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 60.0)
         before = set(threading.enumerate())
-        behind = WriteBehindBackend(store, arena_bytes=ROOM, retry_seconds=1000, flush_seconds=0.1)
+        behind = WriteBehindBackend(store, arena_bytes=SLOT, retry_seconds=1000, flush_seconds=0.1)
         (sender,) = {each for each in threading.enumerate() if each.name == "pool-write-behind"} - before
         store.faults = [Fault.NOTHING, Fault.FAILED] * 100
         put(behind, "a")
@@ -316,7 +322,7 @@ class TestClosing:
         assert store.calls == ["exists", "put"]
         assert behind.dropped == Counter({"closed": 1})
 
-    def test_the_arena_is_known_to_the_store_with_its_headroom_until_close(self) -> None:
+    def test_the_arena_is_registered_with_headroom_until_close(self) -> None:
         known: dict[int, tuple[int, bool]] = {}
 
         class Registering(MemoryStore):
@@ -326,20 +332,20 @@ class TestClosing:
             def unregister(self, address: int, nbytes: int) -> None:
                 assert known.pop(address) == (nbytes, True)
 
-        behind = WriteBehindBackend(Registering(1 << 20), arena_bytes=ROOM)
-        assert list(known.values()) == [(ROOM, True)]
+        behind = WriteBehindBackend(Registering(1 << 20), arena_bytes=SLOT)
+        assert list(known.values()) == [(SLOT, True)]
         behind.close()
         assert not known
 
-    def test_a_flush_that_takes_too_long_says_so(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
+    def test_a_flush_that_takes_too_long_returns_false(self, behind: WriteBehindBackend, store: FaultInjector) -> None:
         hang(store, behind)
         assert not behind.flush_writes(0.01)
 
 
 class TestStoresThatRaise:
-    """None may; one that does costs blocks and no more."""
+    """A store must not raise; one that does loses blocks, and nothing else."""
 
-    def test_what_raises_once_is_tried_again(
+    def test_a_write_that_raises_once_is_retried(
         self, behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore, caplog: pytest.LogCaptureFixture
     ) -> None:
         store.faults = [Fault.RAISES, Fault.NOTHING, Fault.RAISES]
@@ -347,12 +353,10 @@ class TestStoresThatRaise:
         assert behind.flush_writes(30)
         assert read(sound, "a") == content_of("a")
         assert not behind.dropped
-        assert caplog.text.count("A store raised an exception in a write of 1 blocks") == 1, "said once"
+        assert caplog.text.count("A store raised an exception in a write of 1 blocks") == 1, "logged once"
 
-    def test_what_raises_for_good_is_refused_and_the_sender_goes_on(
-        self, store: FaultInjector, sound: MemoryStore
-    ) -> None:
-        behind = WriteBehindBackend(store, arena_bytes=4 * ROOM, retry_seconds=0.0)
+    def test_a_write_that_raises_in_its_last_try_is_dropped(self, store: FaultInjector, sound: MemoryStore) -> None:
+        behind = WriteBehindBackend(store, arena_bytes=4 * SLOT, retry_seconds=0.0)
         store.faults = [Fault.RAISES]
         assert put(behind, "a") == [OK]
         assert behind.flush_writes(30)
@@ -363,7 +367,7 @@ class TestStoresThatRaise:
         assert read(sound, "b") == content_of("b")
         behind.close()
 
-    def test_the_store_is_closed_whatever_taking_memory_back_raises(self) -> None:
+    def test_the_store_is_closed_even_if_unregistering_raises(self) -> None:
         class Raises(Wrapper):
             is_closed = False
 
@@ -374,40 +378,38 @@ class TestStoresThatRaise:
                 self.is_closed = True
 
         store = Raises(MemoryStore(1 << 20))
-        behind = WriteBehindBackend(store, arena_bytes=ROOM)
+        behind = WriteBehindBackend(store, arena_bytes=SLOT)
         with pytest.raises(OSError, match="not pinned"):
             behind.close()
         assert store.is_closed
 
-    def test_the_arena_is_unregistered_where_no_thread_can_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_arena_is_unregistered_if_no_thread_can_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")
 
         store = WatchedStore()
         monkeypatch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="can't start"):
-            WriteBehindBackend(store, arena_bytes=ROOM)
+            WriteBehindBackend(store, arena_bytes=SLOT)
         assert [call for call, *_ in store.memory] == ["register", "unregister"]
 
 
-def test_in_a_forked_child_it_is_closed_and_its_blocks_are_the_parents(
+def test_a_forked_child_has_a_closed_backend_without_queued_blocks(
     behind: WriteBehindBackend, store: FaultInjector, sound: MemoryStore
 ) -> None:
     hang(store, behind)
     with behind._changed:  # as the sender may hold it at the moment of the fork
 
-        def say() -> str:
+        def report() -> str:
             behind.close()
             return f"{put(behind, 'a')} {behind.queued_blocks} {behind.flush_writes(0)}"
 
-        assert in_forked_child(say) == "[<Status.FAILED: 'failed'>] 0 True"
+        assert in_forked_child(report) == "[<Status.FAILED: 'failed'>] 0 True"
     store.go_on()
     assert behind.flush_writes(30)
 
 
-def test_a_value_of_another_size_waits_for_its_turn_behind_the_queue(
-    behind: WriteBehindBackend, store: FaultInjector
-) -> None:
+def test_a_second_value_of_a_queued_key_is_not_queued(behind: WriteBehindBackend, store: FaultInjector) -> None:
     hang(store, behind)
     assert put(behind, "a") == put(behind, "a", nbytes=5) == [OK], "a value is immutable"
     assert read(behind, "a") == content_of("a")

@@ -1,4 +1,4 @@
-"""``kvstore certify`` with servers whose pool is a folder: sound ones pass every case, and each sabotage is found."""
+"""``kvstore certify`` with servers that share a folder: correct ones pass every case, each sabotage is found."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ changes:
 
 
 def certify(folder: Path, sabotage: str, *flags: object, stall: float = 20) -> tuple[int, dict[str, dict[str, Any]]]:
-    """The exit status, and the results by case."""
+    """Run the cases; return the exit status and the results by case."""
     recipe = folder / "toy.yaml"
     recipe.write_text(RECIPE.format(sabotage=sabotage, stall=stall))
     ended = kvstore("certify", recipe, "--quick", "--json", "--html", folder / "page.html", *flags)
     return ended.status, {result["case"]: result for result in json.loads(ended.output)["cases"]}
 
 
-def test_sound_instances_pass_every_case_that_their_recipe_can_have(tmp_path: Path) -> None:
+def test_correct_instances_pass_every_case_of_their_recipe(tmp_path: Path) -> None:
     status, results = certify(tmp_path, "none")
     assert status == 0
     run = {name for name, result in results.items() if not result["skipped"]}
@@ -71,7 +71,7 @@ def test_sound_instances_pass_every_case_that_their_recipe_can_have(tmp_path: Pa
     assert results["owner hung"]["skipped"] == "the recipe has no part owner"
     page = (tmp_path / "page.html").read_text()
     assert page.count("passed") == len(run)
-    assert "http" not in page  # it refers to nothing
+    assert "http" not in page  # the page has no links
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_each_sabotage_is_found(sabotage: str, case: str, problem: str, tmp_path
 
 @pytest.mark.timing
 @pytest.mark.parametrize("sabotage", ["none", "no salt"])
-def test_isolation_tells_whether_a_prompt_of_another_tenant_was_cached(sabotage: str, tmp_path: Path) -> None:
+def test_isolation_shows_whether_a_prompt_of_another_tenant_was_cached(sabotage: str, tmp_path: Path) -> None:
     status, results = certify(tmp_path, sabotage, "--isolation", "--set", "model=slow")
     without, with_salts = results["no salts"], results["each has a salt"]
     # A cached prompt takes 24 ms, any other one 120 ms.
@@ -112,7 +112,7 @@ def test_isolation_tells_whether_a_prompt_of_another_tenant_was_cached(sabotage:
     assert (without["cached_tokens"], without["problems"]) == (12 * 120, [])
     assert "no salts" in (tmp_path / "page.html").read_text()
     if sabotage == "none":
-        assert with_salts["cached_tokens"] == 0  # times of uncached prompts are chance, one in a hundred times too much
+        assert with_salts["cached_tokens"] == 0  # the AUC is random here, and too large in 1 of 100 runs
     else:
         assert (status, len(with_salts["problems"])) == (1, 2)
 
@@ -141,7 +141,7 @@ def test_isolation_needs_a_router(tmp_path: Path) -> None:
         ("parts: {master: {command: 'true', port: 99999}}", "parts.master.port is '99999'"),
     ],
 )
-def test_a_mistake_in_a_recipe_is_named_in_a_sentence(member: str, sentence: str, tmp_path: Path) -> None:
+def test_an_invalid_member_of_a_recipe_gets_one_sentence(member: str, sentence: str, tmp_path: Path) -> None:
     members = {"title": "toy", "instance": "{command: 'true ${cache}', cache: x}", "variables": "{model: a}"}
     members |= dict([member.split(": ", 1)])
     recipe = tmp_path / "toy.yaml"
@@ -159,7 +159,7 @@ def test_an_instance_without_a_cache_that_reads_the_pool_is_found(tmp_path: Path
     assert (ended.status, problem in ended.errors, problem in ended.output) == (1, True, True)
 
 
-def test_a_pool_with_files_of_others_is_refused(tmp_path: Path) -> None:
+def test_a_pool_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pool").mkdir()
     thesis = tmp_path / "pool" / "thesis.txt"
     thesis.write_text("words")
@@ -170,7 +170,7 @@ def test_a_pool_with_files_of_others_is_refused(tmp_path: Path) -> None:
     assert thesis.read_text() == "words"
 
 
-def test_a_mooncake_pool_with_values_of_others_is_refused(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
+def test_a_mooncake_pool_with_foreign_values_is_refused(mooncake_master: MooncakeMaster, tmp_path: Path) -> None:
     memory = Memory(b"words" * 200)
     with contextlib.closing(open_store(mooncake_master.config())) as owner:
         owner.register(memory.address, memory.nbytes)
@@ -209,7 +209,7 @@ def test_the_values_of_a_tenant_that_cannot_be_listed_are_not_changed(tmp_path: 
             open_tampering(pool, master.metrics_url.split("/")[2])
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_gets_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     recipe = tmp_path / "toy.yaml"
     recipe.write_text(RECIPE.format(sabotage="none", stall=20))
@@ -237,7 +237,7 @@ def test_files_outside_of_the_pool_are_not_damaged_through_links(tmp_path: Path)
     assert (outside.read_text(), (pool / "value").read_text()) == ("words", "v")
 
 
-def test_a_run_without_any_case_is_not_passed(tmp_path: Path) -> None:
+def test_a_run_without_any_case_does_not_pass(tmp_path: Path) -> None:
     assert certify(tmp_path, "none", "--only", "owner hung")[0] == 1
 
 
@@ -283,7 +283,7 @@ def test_an_instance_that_ended_in_one_case_is_started_again_for_the_next(tmp_pa
         ),
     ],
 )
-def test_a_mistake_in_a_recipe_is_one_sentence(change: tuple[str, str], sentence: str, tmp_path: Path) -> None:
+def test_a_recipe_that_cannot_run_gets_one_sentence(change: tuple[str, str], sentence: str, tmp_path: Path) -> None:
     recipe = tmp_path / "toy.yaml"
     assert change[0] in RECIPE
     recipe.write_text(RECIPE.replace(*change).format(sabotage="none", stall=20))
@@ -292,7 +292,7 @@ def test_a_mistake_in_a_recipe_is_one_sentence(change: tuple[str, str], sentence
     assert sentence in ended.errors
 
 
-def test_the_list_says_which_cases_are_not_run(tmp_path: Path) -> None:
+def test_the_list_names_cases_that_are_not_run(tmp_path: Path) -> None:
     recipe = tmp_path / "toy.yaml"
     recipe.write_text(RECIPE.format(sabotage="none", stall=20))
     lines = kvstore("certify", recipe, "--list").output.splitlines()
@@ -306,7 +306,7 @@ def test_the_examples_can_be_read(name: str) -> None:
     assert (ended.status, ended.output.splitlines()[0]) == (0, "no fault"), ended.errors
 
 
-def test_unknown_names_on_the_command_line_are_one_sentence(tmp_path: Path) -> None:
+def test_unknown_names_on_the_command_line_get_one_sentence(tmp_path: Path) -> None:
     recipe = tmp_path / "toy.yaml"
     recipe.write_text(RECIPE.format(sabotage="none", stall=20))
     for flags, sentence in (

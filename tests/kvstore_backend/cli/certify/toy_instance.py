@@ -1,9 +1,8 @@
 """A server with OpenAI's completions: ``toy_instance.py PORT MODEL FOLDER SABOTAGE MASTER_PORT``.
 
-It stands in for an inference engine where ``kvstore certify`` itself is tested. Its "KV" are files in a folder, and an
-answer depends on all bytes that were read, so wrong bytes show. With a folder, it asks the server at the master's port
-before each answer. ``SABOTAGE`` switches off one thing that makes a shared pool safe. The model ``slow`` takes its
-time to compute a chunk.
+It stands in for an inference engine in the tests of ``kvstore certify``. Its "KV" are files in a folder, and an answer
+depends on all bytes that were read, so wrong bytes change it. With a folder, it sends a request to the master's port
+before each answer. ``SABOTAGE`` disables one protection of a shared pool. The model ``slow`` computes slowly.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if sabotage == "shares nothing" and folder:
 
 
 def answer(prompt: str, salt: str) -> tuple[str, int]:
-    """The answer that follows from the KV of all chunks, each read or computed; and the tokens that were read."""
+    """Return the answer, which depends on the KV of all chunks, and the number of tokens that were read."""
     global hits, saves
     words = prompt.split()
     chain, text, cached_tokens = "", hashlib.sha256(), 0
@@ -60,14 +59,14 @@ def answer(prompt: str, salt: str) -> tuple[str, int]:
 
 
 def ask_master() -> None:
-    """Wait for the master's answer, but not long."""
+    """Wait a short time for the master's answer."""
     with contextlib.suppress(OSError):
         seconds = None if sabotage == "no deadline" else 0.05
         urllib.request.urlopen(f"http://127.0.0.1:{master_port}/health", timeout=seconds).close()
 
 
 def read(path: Path) -> bytes | None:
-    """The KV of a chunk, if the folder has it and it is whole."""
+    """Return the KV of a chunk; None if it is missing or damaged."""
     if not path.exists():
         return None
     time.sleep(0.02 if sabotage in ("fails", "dies") else 0.002)
@@ -85,14 +84,14 @@ def read(path: Path) -> bytes | None:
 
 
 class Handler(QuietHandler):
-    """Completions, metrics and health."""
+    """Answers requests for completions, metrics and health."""
 
     def do_GET(self) -> None:
-        """Metrics, and for all else: it is healthy."""
+        """Send metrics, or an empty page."""
         self._send(200, f"toy_hits_total {hits}\n".encode() if self.path == "/metrics" else b"")
 
     def do_POST(self) -> None:
-        """One completion."""
+        """Send one completion."""
         body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if sabotage == "slow" and folder:
             time.sleep(1)

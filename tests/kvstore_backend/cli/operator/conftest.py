@@ -9,13 +9,13 @@ import pytest
 
 from kvstore_backend.cli import main
 from kvstore_backend.cli.operator import clear
-from tests.kvstore_backend.cli.operator.pools import Commands, Ended
+from tests.kvstore_backend.cli.operator.pools import Commands, Result
 from tests.support.strict_registration import use_strict_stores
 
 
 @pytest.fixture(autouse=True)
 def _registered_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every store that a test or its commands open moves registered memory alone, as Mooncake does over RDMA."""
+    """All stores of a test and its commands move only registered memory, as Mooncake does over RDMA."""
     opened = use_strict_stores(monkeypatch)
     yield
     assert [each.complaints for each in opened if each.complaints] == []
@@ -24,23 +24,23 @@ def _registered_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_wait_for_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``kvstore clear`` gives instances no time to find its mark where there are none."""
+    """``kvstore clear`` does not wait for instances, because these tests have none."""
     monkeypatch.setattr(clear, "_SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture
 def kvstore(capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
-    """``kvstore ARGUMENTS``, in this process, whose log is as it was in the end: commands turn it down."""
+    """Runs ``kvstore ARGUMENTS`` in this process; restores the log level, which commands change."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
 
-    def run(*arguments: object) -> Ended:
+    def run(*arguments: object) -> Result:
         capsys.readouterr()
         try:
             status = main([str(each) for each in arguments])
         except SystemExit as exc:
             status = int(exc.code or 0)
-        return Ended(status, *capsys.readouterr())
+        return Result(status, *capsys.readouterr())
 
     yield run
     logger.setLevel(level)

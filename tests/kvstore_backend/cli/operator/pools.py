@@ -1,4 +1,4 @@
-"""Pools with known blocks in them, and commands on them in this process: each costs no interpreter."""
+"""Pools with known blocks, and the results of commands that run in this process."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from kvstore_backend.wrappers.checked import CheckedBackend
 from tests.support.memory import Memory
 from tests.support.strict_registration import Announcing
 
-__all__ = ["BLOCK", "Commands", "Ended", "chain", "fill_pool", "folder_url", "space", "stored_keys"]
+__all__ = ["BLOCK", "Commands", "Result", "chain", "fill_pool", "folder_url", "list_keys", "space"]
 
 BLOCK = 4
 """Tokens in a block here."""
 
 
 def space(name: str) -> Namespace:
-    """A namespace of its own for each name."""
+    """Return a namespace that differs for each name."""
     return Namespace(name, "float32", BLOCK, 1, 1, 1, "bytes")
 
 
 def chain(tokens: list[int], salt: str = "") -> list[bytes]:
-    """The hashes of the full blocks of a prompt."""
+    """Return the hashes of the full blocks of a prompt."""
     return extend_block_hashes([], tokens, BLOCK, root_hash(salt))
 
 
 def fill_pool(config: PoolConfig, namespace: Namespace, tokens: list[int], *, manifest: bool = True) -> list[str]:
-    """Put the blocks of a prompt, as an instance does; their keys."""
+    """Put the blocks of a prompt, as an instance does; return their keys."""
     namespace = name_tenant(config, namespace)
     store = open_store(config)
     keys = [namespace.key(each) for each in chain(tokens)]
@@ -49,36 +49,36 @@ def fill_pool(config: PoolConfig, namespace: Namespace, tokens: list[int], *, ma
     return keys
 
 
-def stored_keys(folder: Path) -> list[str]:
-    """What a folder's pool holds, but for marks of clears."""
+def list_keys(folder: Path) -> list[str]:
+    """List the keys in a folder's pool, without marks of clears."""
     keys = sorted(path.stem for path in folder.glob("blocks/*/*.block"))
     return [key for key in keys if not key.startswith(quote(MARK_PREFIX, safe=""))]
 
 
 def folder_url(folder: Path) -> str:
-    """The pool in a folder."""
+    """Return the URL of the pool in a folder."""
     return f"file://{folder}?size=16MiB"
 
 
-class Ended:
-    """How a command ended."""
+class Result:
+    """The result of a command."""
 
     def __init__(self, status: int, output: str, errors: str) -> None:
         self.status, self.output, self.errors = status, output, errors
 
     @property
-    def told(self) -> Any:
-        """The JSON document that it wrote."""
+    def json(self) -> Any:
+        """The JSON document that the command wrote."""
         assert self.status == 0, self.errors
         return json.loads(self.output)
 
     @property
     def sentence(self) -> str:
-        """The one sentence with which it failed."""
+        """The error of a command that failed, which must be one sentence."""
         assert self.status == 1, self.output
         assert self.errors.startswith("kvstore: ")
         assert self.errors.count("\n") == 1, self.errors
         return self.errors.removeprefix("kvstore: ").strip()
 
 
-Commands = Callable[..., Ended]
+Commands = Callable[..., Result]

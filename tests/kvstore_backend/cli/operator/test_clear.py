@@ -1,4 +1,4 @@
-"""kvstore clear removes what is named, and nothing else."""
+"""kvstore clear removes the selected blocks, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from kvstore_backend.manifest import manifest_key
 from kvstore_backend.pool import open_store
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.holdings import FolderHoldings
-from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, space
-from tests.kvstore_backend.cli.operator.pools import stored_keys as stored
+from tests.kvstore_backend.cli.operator.pools import Commands, fill_pool, folder_url, list_keys, space
 from tests.support.json_http import Asked, JsonServer
 from tests.support.memory import Memory
 from tests.support.ports import free_ports
@@ -34,9 +33,9 @@ def url(tmp_path: Path) -> str:
     return url
 
 
-def count(folder: Path) -> dict[str, int]:
-    """The blocks of each namespace in the pool's folder."""
-    keys = stored(folder / "pool")
+def count_blocks(folder: Path) -> dict[str, int]:
+    """Count the blocks of each namespace in the pool's folder."""
+    keys = list_keys(folder / "pool")
     return {each.model: sum(key.startswith(each.prefix) for key in keys) for each in (FIRST, SECOND)}
 
 
@@ -52,28 +51,28 @@ def count(folder: Path) -> dict[str, int]:
         (["--all"], {"first": 0, "second": 0}),
     ],
 )
-def test_what_is_named_is_removed_and_counted(
+def test_the_selected_blocks_are_removed_and_counted(
     tmp_path: Path, url: str, kvstore: Commands, named: list[str], left: dict[str, int]
 ) -> None:
-    would = kvstore("clear", url, *named, "--dry-run", "--json").told
-    assert count(tmp_path) == {"first": 3, "second": 3}
-    told = kvstore("clear", url, *named, "--json").told
-    assert count(tmp_path) == left
-    assert sum(told["removed"].values()) == sum(would["removed"].values()) == 6 - sum(left.values())
-    # A namespace's description is none of its blocks.
-    assert len(stored(tmp_path / "pool")) == sum(left.values()) + 2
-    assert manifest_key(FIRST.digest).replace("/", "%2F") in stored(tmp_path / "pool")
+    planned = kvstore("clear", url, *named, "--dry-run", "--json").json
+    assert count_blocks(tmp_path) == {"first": 3, "second": 3}
+    report = kvstore("clear", url, *named, "--json").json
+    assert count_blocks(tmp_path) == left
+    assert sum(report["removed"].values()) == sum(planned["removed"].values()) == 6 - sum(left.values())
+    # The manifests of the namespaces remain.
+    assert len(list_keys(tmp_path / "pool")) == sum(left.values()) + 2
+    assert manifest_key(FIRST.digest).replace("/", "%2F") in list_keys(tmp_path / "pool")
 
 
-def test_all_of_a_pool_that_does_not_tell_its_keys_is_removed_and_counted(
+def test_all_blocks_of_a_pool_that_cannot_list_its_keys_are_removed_and_counted(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FolderHoldings, "is_listed", False)  # as with a tenant of Mooncake's
+    monkeypatch.setattr(FolderHoldings, "is_listed", False)  # as with a tenant of Mooncake
     assert kvstore("clear", url, "--all").output == "6 blocks removed of all namespaces\n"
-    assert count(tmp_path) == {"first": 0, "second": 0}
+    assert count_blocks(tmp_path) == {"first": 0, "second": 0}
 
 
-def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too(
+def test_blocks_that_arrive_in_the_next_seconds_are_also_removed_and_counted(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -84,10 +83,10 @@ def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too
 
     monkeypatch.setattr(clear, "_SETTLE_SECONDS", 6.0)
     monkeypatch.setattr(clear, "time", SimpleNamespace(sleep=wait))
-    told = kvstore("clear", url, "--namespace", FIRST.digest, "--json").told
+    report = kvstore("clear", url, "--namespace", FIRST.digest, "--json").json
     assert waits == [6.0]
-    assert (told["removed"], told["removed_late"]) == ({FIRST.digest: 3}, 3)
-    assert count(tmp_path) == {"first": 0, "second": 3}
+    assert (report["removed"], report["removed_late"]) == ({FIRST.digest: 3}, 3)
+    assert count_blocks(tmp_path) == {"first": 0, "second": 3}
 
 
 @pytest.mark.parametrize(
@@ -117,14 +116,14 @@ def test_what_arrives_in_the_pool_within_some_seconds_is_removed_and_counted_too
         (["--all", "--tenant", "a"], "--tenant is 'a', but a file pool has no tenants"),
     ],
 )
-def test_what_cannot_be_meant_removes_nothing(
+def test_an_invalid_selection_removes_nothing(
     tmp_path: Path, url: str, kvstore: Commands, arguments: list[str], sentence: str
 ) -> None:
     assert sentence in kvstore("clear", url, *arguments).sentence
-    assert count(tmp_path) == {"first": 3, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 3, "second": 3}
 
 
-def test_a_text_is_named_by_its_checkpoints_tokens(tmp_path: Path, url: str, kvstore: Commands) -> None:
+def test_a_text_is_converted_with_the_tokenizer_of_a_checkpoint(tmp_path: Path, url: str, kvstore: Commands) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {str(number): number for number in range(12)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="0"))
@@ -132,55 +131,55 @@ def test_a_text_is_named_by_its_checkpoints_tokens(tmp_path: Path, url: str, kvs
     words.save(str(tmp_path / "tokenizer.json"))
     named = ["--namespace", FIRST.digest, "--prefix", "0 1 2 3 4", "--model", tmp_path]
     assert kvstore("clear", url, *named).output == f"1 blocks removed of namespace {FIRST.digest}\n"
-    assert count(tmp_path) == {"first": 2, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 2, "second": 3}
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> list[str]:
-    """A terminal on which somebody answers so; what it asked."""
-    asked: list[str] = []
+    """Replace the terminal by one that gives this answer; return the list of its questions."""
+    questions: list[str] = []
 
     def reply(question: str) -> str:
-        asked.append(question)
+        questions.append(question)
         if not answer:
             raise EOFError
         return answer
 
     monkeypatch.setattr("builtins.input", reply)
     monkeypatch.setattr(clear, "_is_terminal", lambda: True)
-    return asked
+    return questions
 
 
 @pytest.mark.parametrize(
     ("answer", "is_removed"), [("y", True), ("Yes ", True), ("n", False), ("no", False), ("", False)]
 )
-def test_on_a_terminal_somebody_is_asked_first(
+def test_the_command_asks_for_confirmation_on_a_terminal(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch, answer: str, is_removed: bool
 ) -> None:
-    asked = terminal(monkeypatch, answer)
+    questions = terminal(monkeypatch, answer)
     ended = kvstore("clear", url, "--namespace", FIRST.digest)
-    assert asked == ["remove them? [y/N] "]
+    assert questions == ["remove them? [y/N] "]
     assert f"3 blocks of namespace {FIRST.digest}\n" in ended.output
     assert ended.status == (0 if is_removed else 1)
     assert ("nothing was removed" in ended.output) != is_removed
-    assert count(tmp_path) == {"first": 0 if is_removed else 3, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 0 if is_removed else 3, "second": 3}
 
 
 @pytest.mark.parametrize("flags", [["--yes"], ["--json"], ["--dry-run"]])
-def test_scripts_are_not_asked(url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    asked = terminal(monkeypatch, "n")
+def test_a_script_is_not_asked(url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    questions = terminal(monkeypatch, "n")
     assert kvstore("clear", url, "--all", *flags).status == 0
-    assert asked == []
+    assert questions == []
 
 
 class Fleet:
-    """A router and its instances, in one server: each path as it would be at one of them."""
+    """One server that answers for a router and its instances."""
 
     def __init__(self, answers: dict[str, tuple[int, object]]) -> None:
-        self.asked: list[str] = []
+        self.paths: list[str] = []
         self._answers = answers
 
     def answer(self, request: Asked) -> tuple[int, object]:
-        self.asked.append(request.path)
+        self.paths.append(request.path)
         return self._answers.get(request.path, (404, {}))
 
 
@@ -193,37 +192,37 @@ class Fleet:
         (None, None, "does not report its own cache; --caches clears the cache"),
     ],
 )
-def test_instances_are_asked_what_they_hold_still(
+def test_the_blocks_in_the_own_caches_of_instances_are_reported(
     url: str, kvstore: Commands, digest: str | None, cached: int | None, sentence: str
 ) -> None:
-    told = {"digest": digest, "cached_blocks": cached} if digest else {"error": "no path"}
-    fleet = Fleet({"/kvcache": (200 if digest else 404, told)})
+    report = {"digest": digest, "cached_blocks": cached} if digest else {"error": "no path"}
+    fleet = Fleet({"/kvcache": (200 if digest else 404, report)})
     with JsonServer(fleet.answer) as server:
         ended = kvstore("clear", url, "--namespace", FIRST.digest, "--instances", server.address)
         assert ended.status == 0, ended.errors
-        told = kvstore("clear", url, "--namespace", FIRST.digest, "--json", "--instances", server.address).told
-        assert told["cached_blocks"] == ({server.address: cached} if sentence else {})
+        report = kvstore("clear", url, "--namespace", FIRST.digest, "--json", "--instances", server.address).json
+        assert report["cached_blocks"] == ({server.address: cached} if sentence else {})
     assert ended.output.splitlines()[1:] == ([f"the instance at {server.address} {sentence}"] if sentence else [])
 
 
-def test_caches_are_cleared_by_whichever_path_an_instance_has(url: str, kvstore: Commands) -> None:
+def test_a_cache_is_cleared_by_the_first_path_that_the_instance_has(url: str, kvstore: Commands) -> None:
     fleet = Fleet({"/flush_cache": (200, {}), "/kvcache": (200, {"digest": FIRST.digest, "cached_blocks": 0})})
     with JsonServer(fleet.answer) as server:
         named = ["--namespace", FIRST.digest, "--caches", "--instances", server.address]
         assert kvstore("clear", url, *named).status == 0
-    assert fleet.asked == ["/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache", "/kvcache"]
+    assert fleet.paths == ["/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache", "/kvcache"]
 
 
-def test_an_instance_that_does_not_clear_its_cache_is_named(tmp_path: Path, url: str, kvstore: Commands) -> None:
+def test_an_instance_that_does_not_clear_its_cache_is_reported(tmp_path: Path, url: str, kvstore: Commands) -> None:
     with JsonServer(Fleet({"/clear_prefix_cache": (503, {})}).answer) as server:
         ended = kvstore("clear", url, "--all", "--caches", "--instances", server.address)
     assert (
         ended.sentence == f"the instance at {server.address} did not clear its own cache; it answered with status 503"
     )
-    assert count(tmp_path) == {"first": 0, "second": 0}
+    assert count_blocks(tmp_path) == {"first": 0, "second": 0}
 
 
-def test_a_routers_instances_are_asked_and_cleared_by_it(tmp_path: Path, url: str, kvstore: Commands) -> None:
+def test_a_router_lists_its_instances_and_clears_their_caches(tmp_path: Path, url: str, kvstore: Commands) -> None:
     answers: dict[str, tuple[int, object]] = {"/kvcache": (200, {"digest": FIRST.digest, "cached_blocks": 2})}
     fleet = Fleet(answers)
     token = tmp_path / "token"
@@ -242,26 +241,26 @@ def test_a_routers_instances_are_asked_and_cleared_by_it(tmp_path: Path, url: st
         assert "cleared no caches; it answered with status 401" in kvstore("clear", url, *named, "--caches").sentence
 
 
-def test_an_instance_that_does_not_answer_hides_no_count(tmp_path: Path, url: str, kvstore: Commands) -> None:
+def test_removed_blocks_are_counted_if_no_instance_answers(tmp_path: Path, url: str, kvstore: Commands) -> None:
     [port] = free_ports(1)
     ended = kvstore("clear", url, "--namespace", FIRST.digest, "--instances", f"127.0.0.1:{port}")
     assert ended.output == f"3 blocks removed of namespace {FIRST.digest}\n"
     assert ended.sentence.startswith(f"no instance answers at 127.0.0.1:{port}: ")
-    assert count(tmp_path) == {"first": 0, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 0, "second": 3}
 
 
 @pytest.mark.parametrize("flags", [[], ["--caches"]])
-def test_a_router_that_does_not_answer_is_noticed_before_a_removal(
+def test_nothing_is_removed_if_the_router_does_not_answer(
     tmp_path: Path, url: str, kvstore: Commands, flags: list[str]
 ) -> None:
     [port] = free_ports(1)
     ended = kvstore("clear", url, "--namespace", FIRST.digest, "--router", f"127.0.0.1:{port}", *flags)
     assert ended.sentence.startswith(f"no router answers at 127.0.0.1:{port}: ")
-    assert count(tmp_path) == {"first": 3, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 3, "second": 3}
     assert not list((tmp_path / "pool").glob("blocks/*/kvstore-cleared*"))
 
 
-def test_a_pool_that_is_named_after_the_instances_is_not_taken_for_one(
+def test_a_pool_that_is_named_after_the_instances_is_refused(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = folder_url(tmp_path / "other")
@@ -269,20 +268,20 @@ def test_a_pool_that_is_named_after_the_instances_is_not_taken_for_one(
     monkeypatch.setenv("KVSTORE_FILE_PATH", str(tmp_path / "pool"))
     ended = kvstore("clear", "--namespace", FIRST.digest, "--instances", "127.0.0.1:1", other)
     assert ended.sentence.startswith(f"--instances has {other!r}, which is not HOST:PORT; write the configuration")
-    assert count(tmp_path) == {"first": 3, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 3, "second": 3}
 
 
-def test_a_pool_that_takes_no_mark_is_cleared_and_said_so(
+def test_a_pool_that_stores_no_mark_is_cleared_with_an_error(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clear, "_write_mark", lambda holdings, key: False)
     assert ("the pool did not store the mark with which instances learn of this removal") in kvstore(
         "clear", url, "--namespace", FIRST.digest
     ).sentence
-    assert count(tmp_path) == {"first": 0, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 0, "second": 3}
 
 
-def test_the_pool_is_that_of_an_instance_where_nobody_names_one(
+def test_the_default_pool_is_that_of_the_instance(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith(("MOONCAKE_", "KVSTORE_"))]:
@@ -292,7 +291,7 @@ def test_the_pool_is_that_of_an_instance_where_nobody_names_one(
         assert kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address).status == 0
         stats = kvstore("stats", "--instances", server.address)
         assert "cannot be read" in stats.sentence  # so the pool was found
-    assert count(tmp_path) == {"first": 0, "second": 3}
+    assert count_blocks(tmp_path) == {"first": 0, "second": 3}
     with JsonServer(Fleet({"/kvcache": (200, {"pool": None})}).answer) as server:
         ended = kvstore("clear", "--namespace", FIRST.digest, "--instances", server.address)
     assert (
@@ -301,7 +300,7 @@ def test_the_pool_is_that_of_an_instance_where_nobody_names_one(
     )
 
 
-def test_of_many_namespaces_four_are_named(tmp_path: Path, kvstore: Commands) -> None:
+def test_the_error_names_at_most_four_namespaces(tmp_path: Path, kvstore: Commands) -> None:
     url, digests = folder_url(tmp_path / "pool"), []
     for number in range(6):
         digests.append(space(str(number)).digest)
@@ -316,26 +315,26 @@ def test_of_many_namespaces_four_are_named(tmp_path: Path, kvstore: Commands) ->
     )
 
 
-def test_a_pool_of_others_has_no_namespace_and_the_keys_are_counted(tmp_path: Path, kvstore: Commands) -> None:
+def test_keys_of_other_software_are_counted_and_not_selected(tmp_path: Path, kvstore: Commands) -> None:
     url, memory = folder_url(tmp_path / "pool"), Memory(b"theirs")
     store = open_store(load_config(url))
-    said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
-    assert said == "the pool has no blocks to select"
+    sentence = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
+    assert sentence == "the pool has no blocks to select"
     store.register(memory.address, memory.nbytes)
     assert all(store.put(["theirs", "more"], [memory.value] * 2))
     store.unregister(memory.address, memory.nbytes)
     store.close()
-    said = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
-    assert said == "the pool has no blocks to select, only 2 keys of other software"
+    sentence = kvstore("clear", url, "--tokens", "0,1,2,3").sentence
+    assert sentence == "the pool has no blocks to select, only 2 keys of other software"
 
 
-def test_the_only_namespace_is_meant_where_a_prefix_names_none(tmp_path: Path, kvstore: Commands) -> None:
+def test_a_prefix_without_a_namespace_selects_the_only_namespace(tmp_path: Path, kvstore: Commands) -> None:
     url = folder_url(tmp_path / "pool")
     fill_pool(load_config(url), FIRST, PROMPT)
-    assert kvstore("clear", url, "--tokens", "0,1,2,3,4,5,6,7", "--json").told["removed"] == {FIRST.digest: 2}
+    assert kvstore("clear", url, "--tokens", "0,1,2,3,4,5,6,7", "--json").json["removed"] == {FIRST.digest: 2}
 
 
-def test_blocks_of_a_folder_that_cannot_be_removed_fail_the_command(
+def test_the_command_fails_if_blocks_cannot_be_removed(
     url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FileStore, "remove", lambda _self, keys, *, force: [Status.FAILED] * len(keys))

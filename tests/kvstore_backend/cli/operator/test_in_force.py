@@ -1,7 +1,7 @@
-"""What an operator orders stays in force under traffic: no instance, heartbeat or refill takes it back.
+"""Commands of an operator stay in force under traffic: no instance, heartbeat or refill reverses them.
 
-Refills look every 20 ms here, not every 5 s, so that twelve of their periods, the minute of an operator who watches,
-pass in a quarter of a second. Orders to the router: ``tests/router/fleet/test_orders_in_force.py``.
+Refills look up blocks every 20 ms here, not every 5 s, so twelve periods take a quarter of a second, not a minute.
+``tests/router/fleet/test_orders_in_force.py`` tests commands to the router.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvstore_backend.refill import Refill
 from kvstore_backend.stores.mooncake_admin import MasterAdmin
 from tests.faults.blocks import NAMESPACE, conversation
 from tests.kvstore_backend.cli.operator.pools import Commands, folder_url
-from tests.kvstore_backend.cli.operator.test_mooncake import MIB, kept_keys, pool, tenants
+from tests.kvstore_backend.cli.operator.test_mooncake import MIB, count_pins, pool, tenants
 from tests.kvstore_backend.test_refill import HASHES, Instance
 from tests.support.clearing import looks
 from tests.support.memory import Memory
@@ -37,21 +37,21 @@ PERIODS = 12
 NAMED = ["--namespace", NAMESPACE.digest]
 OTHERS = conversation(1, 40)
 
-FOLLOWED = {"clear", "unpin", "pin"}
-"""Commands that this file follows."""
+TESTED_HERE = {"clear", "unpin", "pin"}
+"""Commands that this file tests."""
 
-CHANGE_NOTHING_THAT_LASTS = {"ls", "why-miss", "doctor", "bench", "certify", "stats", "master"}
-"""They read, store blocks that they remove again, or break a pool that is there to be broken."""
+WITHOUT_LASTING_EFFECT = {"ls", "why-miss", "doctor", "bench", "certify", "stats", "master"}
+"""Commands that only read, that remove the blocks that they store, or that break a pool for tests."""
 
 
-def test_every_command_is_followed_or_orders_nothing() -> None:
-    assert set(COMMANDS) == FOLLOWED | CHANGE_NOTHING_THAT_LASTS, (
-        "a command that changes what instances see needs a test here that it stays in force under traffic"
+def test_every_command_is_tested_here_or_has_no_lasting_effect() -> None:
+    assert set(COMMANDS) == TESTED_HERE | WITHOUT_LASTING_EFFECT, (
+        "a command that changes a pool for its instances needs a test here that it stays in force under traffic"
     )
 
 
 class Traffic:
-    """An instance that holds ``HASHES`` and watches over them, and requests that save and read other blocks."""
+    """An instance that caches ``HASHES`` and refills the pool, and requests that save and read other blocks."""
 
     def __init__(self, opened: BlockPool, looks: list[bool | None]) -> None:
         self.pool = opened
@@ -59,16 +59,16 @@ class Traffic:
         self.instance = Instance(opened)
         self.instance.save_again(HASHES)
         self.turn = threading.Lock()
-        """Whoever has it keeps the requests waiting."""
+        """Lock that stops the requests while a test has it."""
         self._memory = Memory(64)
         opened.register(self._memory.address, self._memory.nbytes)
         self._refill = Refill(opened, self.instance, lambda _: None, period=PERIOD)
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread = threading.Thread(target=self._run_requests, daemon=True)
         self._thread.start()
         self.wait_for_periods(2)
 
-    def _ask(self) -> None:
+    def _run_requests(self) -> None:
         while not self._is_over.wait(PERIOD / 4):
             with self.turn:
                 self.pool.save(OTHERS, [self._memory.value] * len(OTHERS))
@@ -76,7 +76,7 @@ class Traffic:
                 self.pool.lookup(HASHES)
 
     def wait_for_periods(self, count: int, check: Callable[[], None] = lambda: None) -> None:
-        """Until the refill has looked so often more; ``check`` is made all the while."""
+        """Wait until the refill has looked ``count`` times more; call ``check`` meanwhile."""
         until = len(self.looks) + count
 
         def has_looked() -> bool:
@@ -86,11 +86,10 @@ class Traffic:
         wait_until(has_looked, f"{count} periods")
 
     def count(self, hashes: list[bytes]) -> int:
-        """How many of these blocks the pool has."""
+        """Count these blocks in the pool."""
         return self.pool.exists(hashes).count(Status.OK)
 
     def end(self) -> None:
-        """End it."""
         self._refill.close()
         self._refill._thread.join()
         self._is_over.set()
@@ -101,7 +100,7 @@ class Traffic:
 
 @pytest.fixture(params=["folder", "folder, written later", "mooncake"])
 def named(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """A pool: for an instance, and for a command."""
+    """A pool: its URL for an instance, and its arguments for a command."""
     if request.param == "mooncake":
         master: MooncakeMaster = request.getfixturevalue("mooncake_master")
         owner = open_store(master.config())
@@ -127,13 +126,13 @@ def traffic(
             opened.clear()
 
 
-def test_what_clear_removes_stays_removed(
+def test_cleared_blocks_stay_removed(
     traffic: Traffic, named: tuple[str, list[str]], kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, there = named
+    _, where = named
 
     def settle(_: float) -> None:
-        """Wait for what the pause of ``clear`` is long enough for: instances see the mark and write their queues."""
+        """Wait as ``clear`` does, until instances have seen the mark and written their queues."""
         traffic.wait_for_periods(3)
         assert traffic.pool.flush_writes(30.0)
 
@@ -142,32 +141,32 @@ def test_what_clear_removes_stays_removed(
     def check() -> None:
         assert traffic.count(HASHES) == 0
 
-    ended = kvstore("clear", *there, *NAMED)
+    ended = kvstore("clear", *where, *NAMED)
     assert (ended.status, ended.errors) == (0, "")
     traffic.instance.cached.append(HASHES[0])
     traffic.wait_for_periods(PERIODS, check)
     # Later requests can still save their blocks.
-    wait_until(lambda: traffic.count(OTHERS) == len(OTHERS), "others' blocks")
+    wait_until(lambda: traffic.count(OTHERS) == len(OTHERS), "the other blocks")
 
 
 @pytest.mark.parametrize("named", ["mooncake"], indirect=True)
-def test_pins_stay_until_unpin_takes_them_back_and_a_clear_ends_them(
+def test_pins_stay_until_an_unpin_or_a_clear(
     traffic: Traffic, named: tuple[str, list[str]], kvstore: Commands, mooncake_master: MooncakeMaster
 ) -> None:
-    _, there = named
-    before = kept_keys(mooncake_master)
+    _, where = named
+    before = count_pins(mooncake_master)
 
     def expect(count: int) -> None:
-        wait_until(lambda: kept_keys(mooncake_master) - before == count, f"{count} pins")
+        wait_until(lambda: count_pins(mooncake_master) - before == count, f"{count} pins")
         traffic.wait_for_periods(PERIODS)
-        assert kept_keys(mooncake_master) - before == count
+        assert count_pins(mooncake_master) - before == count
 
     def change_pins(*command: str) -> None:
-        # The pool does not take blocks that are being read or put: then the command asks to try again.
+        # The pool does not change a block during its read or put, and the command must be repeated.
         with traffic.turn:
-            wait_until(lambda: kvstore(*command, *there, *NAMED).status == 0, " ".join(command))
+            wait_until(lambda: kvstore(*command, *where, *NAMED).status == 0, " ".join(command))
 
-    wait_until(lambda: traffic.count(OTHERS) == len(OTHERS), "others' blocks")
+    wait_until(lambda: traffic.count(OTHERS) == len(OTHERS), "the other blocks")
     change_pins("pin", "--for", "1h")
     expect(len(HASHES) + len(OTHERS))
     change_pins("unpin")
@@ -175,13 +174,13 @@ def test_pins_stay_until_unpin_takes_them_back_and_a_clear_ends_them(
     assert traffic.count(HASHES) == len(HASHES)
 
     change_pins("pin", "--for", "1h")
-    assert kvstore("clear", *there, *NAMED).status == 0
+    assert kvstore("clear", *where, *NAMED).status == 0
     traffic.wait_for_periods(PERIODS)
     assert traffic.count(HASHES) == 0
-    assert kept_keys(mooncake_master) - before == 1  # the mark of the clear
+    assert count_pins(mooncake_master) - before == 1  # the mark of the clear
 
 
-def test_a_quota_stays_as_it_was_set_while_its_tenant_writes(tenants: MooncakeMaster) -> None:
+def test_a_quota_does_not_change_while_its_tenant_writes(tenants: MooncakeMaster) -> None:
     admin = MasterAdmin(tenants.metrics_url.split("/")[2])
     url = f"http://{admin.address}/api/v1/tenant_quotas"
     quota = {"requested_quota_bytes": 12 * MIB}

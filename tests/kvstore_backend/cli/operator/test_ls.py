@@ -1,4 +1,4 @@
-"""kvstore ls, on folders; ``test_mooncake.py`` has what is Mooncake's own."""
+"""kvstore ls with folders; ``test_mooncake.py`` tests it with Mooncake."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_namespaces_are_listed_with_their_manifests(tmp_path: Path, kvstore: Com
     url = folder_url(tmp_path / "pool")
     fill_pool(load_config(url), FIRST, list(range(12)))
     fill_pool(load_config(url), SECOND, list(range(4)), manifest=False)
-    told = kvstore("ls", url, "--json").told
-    first, second = told["namespaces"]
+    report = kvstore("ls", url, "--json").json
+    first, second = report["namespaces"]
     assert (first["namespace"], first["blocks"], first["bytes"], first["tokens"]) == (FIRST.digest, 3, 3 * 1128, 12)
     assert first["manifest"]["facts"]["name"] == "first"
     assert (second["namespace"], second["blocks"], second["tokens"], second["manifest"]) == (
@@ -34,17 +34,17 @@ def test_namespaces_are_listed_with_their_manifests(tmp_path: Path, kvstore: Com
     assert SECOND.digest not in whole
 
 
-def test_a_prefix_is_looked_for_block_by_block(tmp_path: Path, kvstore: Commands) -> None:
+def test_the_stored_blocks_of_a_prefix_are_counted(tmp_path: Path, kvstore: Commands) -> None:
     url = folder_url(tmp_path / "pool")
     fill_pool(load_config(url), FIRST, list(range(12)))
-    told = kvstore("ls", url, "--tokens", "0,1,2,3,4,5,6,7,8,9,99,99,1", "--json").told["prefixes"]
-    assert [(row["blocks"], row["found"], row["leading"], row["leading_tokens"]) for row in told] == [(3, 2, 2, 8)]
-    told = kvstore("ls", url, "--tokens", "0 1 2 3", "--salt", "mine", "--json").told["prefixes"]
-    assert [(row["blocks"], row["found"]) for row in told] == [(1, 0)]
+    report = kvstore("ls", url, "--tokens", "0,1,2,3,4,5,6,7,8,9,99,99,1", "--json").json["prefixes"]
+    assert [(row["blocks"], row["found"], row["leading"], row["leading_tokens"]) for row in report] == [(3, 2, 2, 8)]
+    report = kvstore("ls", url, "--tokens", "0 1 2 3", "--salt", "mine", "--json").json["prefixes"]
+    assert [(row["blocks"], row["found"]) for row in report] == [(1, 0)]
     assert "2 of 3 blocks" in kvstore("ls", url, "--tokens", "0,1,2,3,4,5,6,7,8,9,99,99,1").output
 
 
-def test_keys_of_other_software_are_counted_only(tmp_path: Path, kvstore: Commands) -> None:
+def test_keys_of_other_software_are_only_counted(tmp_path: Path, kvstore: Commands) -> None:
     url = folder_url(tmp_path / "pool")
     store = Announcing(open_store(load_config(url)))
     memory = Memory(b"theirs")
@@ -52,4 +52,4 @@ def test_keys_of_other_software_are_counted_only(tmp_path: Path, kvstore: Comman
     store.close()
     lines = ["the pool has no blocks of this software", "the pool has 1 keys of other software"]
     assert kvstore("ls", url).output.splitlines() == lines
-    assert kvstore("ls", url, "--json").told == {"namespaces": [], "other_keys": 1, "kept_keys": None}
+    assert kvstore("ls", url, "--json").json == {"namespaces": [], "other_keys": 1, "kept_keys": None}

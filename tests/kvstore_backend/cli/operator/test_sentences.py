@@ -1,4 +1,4 @@
-"""Every command of an operator with a pool that is empty, dead or another's: one sentence, and nothing removed."""
+"""Commands with a pool that is empty, unreachable or foreign write one sentence and remove nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvstore_backend.cli.commands import COMMANDS as ALL
 from kvstore_backend.config import load_config
 from kvstore_backend.pool import open_store
-from tests.kvstore_backend.cli.operator.pools import Commands, folder_url, space, stored_keys
+from tests.kvstore_backend.cli.operator.pools import Commands, folder_url, list_keys, space
 from tests.support.json_http import JsonServer
 from tests.support.memory import Memory
 from tests.support.strict_registration import Announcing
@@ -31,8 +31,8 @@ COMMANDS: dict[str, Arguments] = {
 
 
 @pytest.fixture
-def stranger() -> Iterator[str]:
-    """The address of a server that is no Mooncake master."""
+def other_server() -> Iterator[str]:
+    """The address of a server that is not a Mooncake master."""
 
     with JsonServer(lambda _: (200, {})) as server:
         yield server.address
@@ -47,28 +47,28 @@ def test_every_command_has_help_that_begins_with_its_summary(kvstore: Commands, 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_empty_pool(tmp_path: Path, kvstore: Commands, name: str) -> None:
+def test_an_empty_pool_gets_a_short_answer(tmp_path: Path, kvstore: Commands, name: str) -> None:
     url = folder_url(tmp_path / "empty")
     open_store(load_config(url)).close()
     ended = kvstore(*COMMANDS[name](tmp_path, url), "--json")
     if name in ("pin", "unpin"):
         assert "only Mooncake can" in ended.sentence
     else:
-        assert ended.told
+        assert ended.json
     ended = kvstore(*COMMANDS[name](tmp_path, url))
     assert ended.output.count("\n") <= 4
     assert (ended.status == 0) != ended.errors.startswith("kvstore: ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_dead_pool_and_one_that_is_no_pool(tmp_path: Path, kvstore: Commands, stranger: str, name: str) -> None:
+def test_an_unusable_pool_gets_one_sentence(tmp_path: Path, kvstore: Commands, other_server: str, name: str) -> None:
     (tmp_path / "theirs").mkdir(mode=0o700)
     (tmp_path / "theirs" / "letter").write_text("dear")
     for url, sentence in (
         (folder_url(tmp_path / "nowhere"), f"folder {tmp_path}/nowhere does not exist: no process has opened"),
         (folder_url(tmp_path / "theirs"), "contains letter and no ledger, so it is not the folder of a pool"),
         ("mooncake://127.0.0.1:1?protocol=tcp", "no Mooncake master answers at 127.0.0.1:1 (Connection refused)"),
-        (f"mooncake://{stranger}?protocol=tcp", f"an HTTP server answers at {stranger}, not a Mooncake master"),
+        (f"mooncake://{other_server}?protocol=tcp", f"an HTTP server answers at {other_server}, not a Mooncake master"),
         ("memory:", "a memory pool belongs to one process"),
     ):
         ended = kvstore(*COMMANDS[name](tmp_path, url), "--json")
@@ -80,12 +80,12 @@ def test_a_dead_pool_and_one_that_is_no_pool(tmp_path: Path, kvstore: Commands, 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_pool_of_other_software_keeps_its_keys(tmp_path: Path, kvstore: Commands, name: str) -> None:
+def test_keys_of_other_software_are_not_removed(tmp_path: Path, kvstore: Commands, name: str) -> None:
     url = folder_url(tmp_path / "theirs")
     store, memory = Announcing(open_store(load_config(url))), Memory(b"theirs")
     assert all(store.put(["lmcache@key", "kv1-short", "kvstore-manifest/none"], [memory.value] * 3))
     store.close()
-    before = stored_keys(tmp_path / "theirs")
+    before = list_keys(tmp_path / "theirs")
     ended = kvstore(*COMMANDS[name](tmp_path, url))
     assert ended.status == 0 or ended.sentence
-    assert stored_keys(tmp_path / "theirs") == before
+    assert list_keys(tmp_path / "theirs") == before

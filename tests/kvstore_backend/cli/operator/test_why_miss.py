@@ -1,4 +1,4 @@
-"""kvstore why-miss, on folders and stand-ins."""
+"""kvstore why-miss, with folders and stand-ins."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOKENS = list(range(12))
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A pool with two set-ups."""
-    found = folder_url(tmp_path / "pool")
+    """A pool with two namespaces."""
+    pool_url = folder_url(tmp_path / "pool")
     for namespace in (FIRST, SECOND):
-        fill_pool(load_config(found), namespace, TOKENS)
-    return found
+        fill_pool(load_config(pool_url), namespace, TOKENS)
+    return pool_url
 
 
 def write(path: Path, prompt: object) -> Path:
@@ -38,21 +38,21 @@ def write(path: Path, prompt: object) -> Path:
 
 
 @contextlib.contextmanager
-def server(status: int, told: object) -> Iterator[tuple[str, list[Any]]]:
-    """Stands in for an instance or a router that answers everything so: its address, and what it was asked."""
-    asked: list[Any] = []
+def server(status: int, content: object) -> Iterator[tuple[str, list[Any]]]:
+    """Start a stand-in for an instance or a router with one answer; yield its address and the requests."""
+    requests: list[Any] = []
 
     def answer(request: Asked) -> tuple[int, object]:
-        asked.append((request.path, request.headers["Authorization"], request.body))
-        return status, told
+        requests.append((request.path, request.headers["Authorization"], request.body))
+        return status, content
 
     with JsonServer(answer) as listening:
-        yield listening.address, asked
+        yield listening.address, requests
 
 
 def test_two_namespaces_of_a_pool_are_compared(url: str, kvstore: Commands) -> None:
-    told = kvstore("why-miss", url, "--between", FIRST.digest, SECOND.digest[:8], "--json").told
-    assert told["details"]["fields"] == {"model": ["first", "second"]}
+    verdict = kvstore("why-miss", url, "--between", FIRST.digest, SECOND.digest[:8], "--json").json
+    assert verdict["details"]["fields"] == {"model": ["first", "second"]}
     lines = kvstore("why-miss", url, "--between", FIRST.digest, FIRST.digest).output
     assert lines.startswith("same_setup: ")
 
@@ -63,28 +63,28 @@ def test_two_instances_are_compared_without_a_pool(kvstore: Commands) -> None:
         server(200, {"manifest": Manifest(FIRST.fields).to_json()}) as (first, _),
         server(200, {"manifest": other.to_json()}) as (second, _),
     ):
-        told = kvstore("why-miss", "--between", first, f"http://{second}", "--json").told
-    assert told["reason"] == "other_dtype"
-    assert f"'float32' of {first}, 'bfloat16' of http://{second}" in told["sentence"]
+        verdict = kvstore("why-miss", "--between", first, f"http://{second}", "--json").json
+    assert verdict["reason"] == "other_dtype"
+    assert f"'float32' of {first}, 'bfloat16' of http://{second}" in verdict["sentence"]
 
 
 def test_prompts_of_token_ids_are_compared(tmp_path: Path, kvstore: Commands) -> None:
-    stored, asked = write(tmp_path / "a", TOKENS), write(tmp_path / "b", [*TOKENS[:6], 99, *TOKENS[7:], 1])
-    told = kvstore("why-miss", "--prompt-file", asked, "--compare-with", stored, "--json").told
-    assert (told["reason"], told["details"]["token"], told["details"]["second"]) == ("diverges", 6, "99")
+    stored, prompt = write(tmp_path / "a", TOKENS), write(tmp_path / "b", [*TOKENS[:6], 99, *TOKENS[7:], 1])
+    verdict = kvstore("why-miss", "--prompt-file", prompt, "--compare-with", stored, "--json").json
+    assert (verdict["reason"], verdict["details"]["token"], verdict["details"]["second"]) == ("diverges", 6, "99")
 
 
 def test_prompts_are_converted_to_tokens_by_an_instance(tmp_path: Path, kvstore: Commands) -> None:
     messages = {"messages": [{"role": "user", "content": "Hi"}]}
     talk, text = write(tmp_path / "talk", {**messages, "model": "m"}), write(tmp_path / "t", "Hi")
-    with server(200, {"tokens": TOKENS}) as (instance, asked):
+    with server(200, {"tokens": TOKENS}) as (instance, requests):
         ended = kvstore("why-miss", "--instance", instance, "--prompt-file", talk, "--compare-with", text)
     assert ended.output == "same_prompt: both prompts have the same 12 tokens\n"
-    assert [(path, body) for path, _, body in asked] == [("/tokenize", {"prompt": "Hi"}), ("/tokenize", messages)]
+    assert [(path, body) for path, _, body in requests] == [("/tokenize", {"prompt": "Hi"}), ("/tokenize", messages)]
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "said"),
+    ("status", "content", "sentence"),
     [
         (404, {"detail": "Not Found"}, "answered with status 404: it is other software"),
         (400, {"error": {"message": "messages: one is empty"}}, "answered with status 400: messages: one is empty"),
@@ -92,31 +92,31 @@ def test_prompts_are_converted_to_tokens_by_an_instance(tmp_path: Path, kvstore:
         (200, ["so"], "answered with status 200: it is other software"),
     ],
 )
-def test_an_instance_that_does_not_answer_as_one_is_one_sentence(
-    tmp_path: Path, status: int, told: object, said: str, kvstore: Commands
+def test_an_unexpected_answer_of_an_instance_gets_one_sentence(
+    tmp_path: Path, status: int, content: object, sentence: str, kvstore: Commands
 ) -> None:
     text = write(tmp_path / "t", "Hi")
-    with server(status, told) as (instance, _):
+    with server(status, content) as (instance, _):
         ended = kvstore("why-miss", "--instance", instance, "--prompt-file", text, "--compare-with", text)
-    assert said in ended.sentence
+    assert sentence in ended.sentence
 
 
-def test_nobody_there_is_one_sentence(kvstore: Commands) -> None:
-    gone = f"127.0.0.1:{free_port()}"
-    assert f"no instance answers at {gone}" in kvstore("why-miss", "--between", gone, gone).sentence
-    dead = kvstore("why-miss", f"mooncake://{gone}", "--between", "aaaa", "bbbb").sentence
+def test_an_unreachable_instance_or_pool_gets_one_sentence(kvstore: Commands) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    assert f"no instance answers at {address}" in kvstore("why-miss", "--between", address, address).sentence
+    dead = kvstore("why-miss", f"mooncake://{address}", "--between", "aaaa", "bbbb").sentence
     assert "aaaa" not in dead
-    assert gone.partition(":")[2] in dead
+    assert address.partition(":")[2] in dead
 
 
-def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_path: Path, kvstore: Commands) -> None:
+def test_a_pool_without_a_valid_manifest_gets_one_sentence(tmp_path: Path, kvstore: Commands) -> None:
     folder = tmp_path / "pool"
     arguments = ("why-miss", folder_url(folder), "--between", FIRST.digest, SECOND.digest)
     assert "no process has opened this pool yet" in kvstore(*arguments).sentence
     store = Announcing(open_store(load_config(folder_url(folder))))
     assert "the pool has no namespace" in kvstore(*arguments).sentence
-    lie = Memory(b"?" * MANIFEST_BYTES)
-    assert all(store.put(["theirs", manifest_key(FIRST.digest)], [lie.value] * 2))
+    invalid = Memory(b"?" * MANIFEST_BYTES)
+    assert all(store.put(["theirs", manifest_key(FIRST.digest)], [invalid.value] * 2))
     assert "has no valid manifest in the pool" in kvstore(*arguments).sentence or "other software"
     assert all(store.exists(["theirs", manifest_key(FIRST.digest)]))
     store.close()
@@ -129,7 +129,7 @@ def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         (["--prompt-file", "x"], "--prompt-file is compared with an earlier prompt; also give --compare-with FILE"),
         (["--between", "nowhere:1/x", "eeee"], "the pool has no namespace 'nowhere:1/x'"),
@@ -141,12 +141,12 @@ def test_an_empty_pool_a_pool_of_anothers_and_no_pool_are_one_sentence_each(tmp_
         (["--between", "", FIRST.digest], "the pool has several namespaces that begin with ''"),
     ],
 )
-def test_what_cannot_be_asked_is_one_sentence(url: str, kvstore: Commands, arguments: list[str], said: str) -> None:
-    assert said in kvstore("why-miss", url, *arguments).sentence
+def test_unusable_arguments_get_one_sentence(url: str, kvstore: Commands, arguments: list[str], sentence: str) -> None:
+    assert sentence in kvstore("why-miss", url, *arguments).sentence
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "sentence"),
     [
         ("a text", "give --model FOLDER, or --instance HOST:PORT"),
         ({"messages": [{"role": "user", "content": "Hi"}]}, "only an instance can convert messages to tokens"),
@@ -154,8 +154,8 @@ def test_what_cannot_be_asked_is_one_sentence(url: str, kvstore: Commands, argum
         ([], "must have a text, messages or a list of token ids"),
     ],
 )
-def test_a_prompt_that_cannot_be_read_is_one_sentence(
-    tmp_path: Path, kvstore: Commands, prompt: object, said: str
+def test_a_prompt_that_cannot_be_read_gets_one_sentence(
+    tmp_path: Path, kvstore: Commands, prompt: object, sentence: str
 ) -> None:
-    asked = write(tmp_path / "prompt", prompt)
-    assert said in kvstore("why-miss", "--prompt-file", asked, "--compare-with", asked).sentence
+    path = write(tmp_path / "prompt", prompt)
+    assert sentence in kvstore("why-miss", "--prompt-file", path, "--compare-with", path).sentence
