@@ -314,7 +314,7 @@ class _Buffer:
 
 
 class TestBuffers:
-    """With staging buffers, a late call occupies a buffer, and the blocks are released with the outcome."""
+    """A late call occupies a staging buffer, and the blocks are released with the outcome."""
 
     @pytest.fixture
     def buffers(self, memory: KVMemory) -> Buffers:

@@ -57,7 +57,7 @@ class TestLateCalls:
     def test_a_deadline_is_extended_if_this_process_got_no_cpu_time(
         self, guard: GuardedBackend, store: FaultInjector, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By the clock, the wait of 0.2 s ends 5 s late, as on an overloaded machine."""
+        """The wait of 0.2 s ends 5 s late by the clock, as on an overloaded machine."""
         store.faults = [Fault.HANGS]
         real = time.monotonic
 
