@@ -271,9 +271,13 @@ def test_each_call_reads_as_many_pieces_as_the_buffer_has_slots(monkeypatch: pyt
         assert {later - earlier for earlier, later in pairwise(addresses)} == {slot}
 
 
-def test_a_read_without_names_of_blocks_finds_nothing_even_after_a_close() -> None:
+def test_a_read_without_names_of_blocks_finds_nothing() -> None:
     reading = Reading(MemoryStore(1 << 20))
     reading.names = []
     assert reading.read() == 0
+
+
+def test_a_read_after_a_close_finds_nothing() -> None:
+    reading = Reading(MemoryStore(1 << 20))
     reading.stack.close()
-    assert Reading.read(reading) == 0
+    assert reading.read() == 0

@@ -109,7 +109,7 @@ def test_an_unreachable_instance_or_pool_gets_one_sentence(kvstore: Commands) ->
     assert address.partition(":")[2] in dead
 
 
-def test_a_pool_without_a_valid_manifest_gets_one_sentence(tmp_path: Path, kvstore: Commands) -> None:
+def test_a_pool_without_a_namespace_gets_one_sentence(tmp_path: Path, kvstore: Commands) -> None:
     folder = tmp_path / "pool"
     arguments = ("why-miss", folder_url(folder), "--between", FIRST.digest, SECOND.digest)
     assert "no process has opened this pool yet" in kvstore(*arguments).sentence
@@ -117,7 +117,7 @@ def test_a_pool_without_a_valid_manifest_gets_one_sentence(tmp_path: Path, kvsto
     assert "the pool has no namespace" in kvstore(*arguments).sentence
     invalid = Memory(b"?" * MANIFEST_BYTES)
     assert all(store.put(["theirs", manifest_key(FIRST.digest)], [invalid.value] * 2))
-    assert "has no valid manifest in the pool" in kvstore(*arguments).sentence or "other software"
+    assert "in it are of other software" in kvstore(*arguments).sentence
     assert all(store.exists(["theirs", manifest_key(FIRST.digest)]))
     store.close()
     (tmp_path / "photos").mkdir()
