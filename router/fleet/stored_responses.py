@@ -16,8 +16,10 @@ __all__ = ["StoredResponses"]
 MAX_RESPONSES = 100_000
 # Number of bytes that are searched for the id, which is near the beginning of a response or of its first event.
 _HEAD_BYTES = 4096
-# Only the first id counts. A later one may be in a part of the request that the engine repeats, such as its metadata.
-_ID = re.compile(rb'"id"\s*:\s*"(?:(resp_[\w-]{1,200})")?')
+# Only the first id counts, which is the response's in vLLM and SGLang. A later one may be in a part of the request that
+# the engine repeats, such as its metadata. A client of vLLM may choose the id, as ``request_id``; the router's paths
+# accept these characters.
+_ID = re.compile(rb'"id"\s*:\s*"(?:([A-Za-z0-9_.:~-]{1,300})")?')
 
 
 class StoredResponses:

@@ -102,6 +102,33 @@ def test_with_keys_an_answer_is_its_clients_own(
         assert last.client.request(method, path, json=body, headers=alice).status_code == 200, path
 
 
+@pytest.mark.parametrize("keys", ["", "alice: sk-1\nbob: sk-2\n"])
+def test_an_answer_is_found_by_the_id_that_its_client_has_chosen(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, keys: str
+) -> None:
+    async def behave(request: Received, respond: Responder) -> None:
+        said = {"id": request.json["request_id"] if request.method == "POST" else "", "object": "response"}
+        await respond.answer(200, json.dumps(said).encode(), ("content-type", "application/json"))
+
+    (tmp_path / "keys").write_text(keys)
+    instances = stand_in(behave=behave), stand_in(behave=behave)
+    router = make_router(policy="round_robin", api_keys_file=str(tmp_path / "keys") if keys else "")
+    for instance in instances:
+        assert instance.register(router.url, engine="vllm").status_code == 200
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-1", "sk-2"))
+    ids = [
+        router.client.post("/v1/responses", json={"input": "hi", "request_id": chosen}, headers=alice).json()["id"]
+        for chosen in ("mine", "cmpl.2:a")
+    ]
+    assert [len(instance.received) for instance in instances] == [1, 1]
+    for response_id, keeper in zip(ids, instances, strict=True):
+        for _ in range(3):
+            assert router.client.get(f"/v1/responses/{response_id}", headers=alice).status_code == 200
+        assert len(keeper.received) == 4
+        if keys:
+            assert router.client.get(f"/v1/responses/{response_id}", headers=bob).status_code == 404
+
+
 def test_only_the_last_answers_are_known() -> None:
     kept = StoredResponses(lambda _id, _instance, _owner: None)
     for number in range(MAX_RESPONSES + 1):
@@ -114,7 +141,7 @@ def test_a_client_cannot_claim_the_response_of_another_client() -> None:
     published: list[tuple[str, str, str]] = []
     stored = StoredResponses(lambda *response: published.append(response))
     stored.record_response(b'{"id": "resp_a", "metadata": null}', "a:1", "-kalice")
-    # vLLM lets a client choose the id of its response, and repeats the metadata of the request.
+    # vLLM repeats the metadata of the request.
     stored.record_response(b'{"id":"x-kbob","metadata":{"id":"resp_a"}}', "a:1", "-kbob")
     stored.record_response(b'{"id":"x-kbob","metadata":{"id":"resp_b"}}', "a:1", "-kbob")
     stored.record_response(b'{"id":"resp_a"}', "b:1", "-kbob")
@@ -122,4 +149,4 @@ def test_a_client_cannot_claim_the_response_of_another_client() -> None:
     assert stored.is_open_to("resp_a", "-kalice")
     assert not stored.is_open_to("resp_a", "-kbob")
     assert not stored.is_open_to("resp_b", "-kbob")
-    assert published == [("resp_a", "a:1", "-kalice")]
+    assert published == [("resp_a", "a:1", "-kalice"), *2 * [("x-kbob", "a:1", "-kbob")]]
