@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from router.fleet.awake import AwakeClock
-from router.fleet.models import parse_models, read_names
-from router.fleet.registration import NotHealthy, Registration
+from router.fleet.models import ListTooLong, parse_models, read_names
+from router.fleet.registration import MAX_MODELS, NotHealthy, Registration
 from router.fleet.registry import Registry
 from router.fleet.tasks import Tasks, gather_spread
 from router.http import Address, ConnectFailed, ConnectRefused, NameUnresolved, NoRoom, TimedOut, UpstreamError
@@ -42,6 +42,7 @@ class HealthMonitor:
         self._tasks = tasks
         self._suspects: set[str] = set()
         self._unprobed: set[str] = set()  # instances for which it was logged that their probes cannot be sent
+        self._overlong: set[Address] = set()  # instances for which it was logged that their list is too long
         self.awake = AwakeClock()
         """Clock of this process; ``keep_ticking`` must run while instances are probed."""
         self._excused = 0.0
@@ -190,8 +191,8 @@ class HealthMonitor:
         """Fetch the names of the models that the instance at ``address`` serves.
 
         Returns:
-            The names; empty if the instance does not list its models; None if the request failed, and should be
-            repeated later.
+            The names, at most ``MAX_MODELS``; empty if the instance does not list its models; None if the request
+            failed, or the list is too long to be parsed, and the request should be repeated later.
         """
         try:
             answer = await self._upstream.fetch(address, "GET", "/v1/models", timeout=ASK_SECONDS)
@@ -201,6 +202,18 @@ class HealthMonitor:
         except UpstreamError as exc:
             _log.info("instance %s did not list its models: %s", address, exc)
             return None
+        except ListTooLong as exc:
+            self._log_overlong(address, f"{exc}; this instance gets no requests for models that it did not list before")
+            return None
         except ValueError:
             listed = []
+        if len(listed) == MAX_MODELS:
+            self._log_overlong(address, f"it lists {MAX_MODELS} models or more; further ones are ignored")
         return read_names(listed)
+
+    def _log_overlong(self, address: Address, sentence: str) -> None:
+        """Log once that the list of models of an instance is too long."""
+        self._overlong.intersection_update(each.address for each in self._registry)
+        if address not in self._overlong:
+            self._overlong.add(address)
+            _log.warning("instance %s: %s", address, sentence)

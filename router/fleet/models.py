@@ -18,7 +18,7 @@ from router.fleet.registration import MAX_MODELS
 if TYPE_CHECKING:
     from router.fleet.instance import Instance
 
-__all__ = ["UNLISTED", "ServedModels", "parse_models", "read_names"]
+__all__ = ["UNLISTED", "ListTooLong", "ServedModels", "parse_models", "read_names"]
 
 # Names that mean any model, unless a model has exactly this name. "default" comes from FastDeploy.
 _ANY_NAMES = frozenset({"", "any", "default"})
@@ -32,23 +32,26 @@ UNLISTED = "\0"
 """Name for every model that no instance lists. An instance that does not list its models may serve such a model."""
 
 
+class ListTooLong(ValueError):
+    """A list of models has too many bytes to be parsed. The message is one sentence."""
+
+
 def parse_models(data: bytes) -> list[dict[str, Any]]:
-    """Return the entries of a list of models in OpenAI's format.
+    """Return the entries of a list of models in OpenAI's format, at most the first ``MAX_MODELS``.
 
     Raises:
-        ValueError: ``data`` has another format, or is too long.
+        ListTooLong: ``data`` is too long.
+        ValueError: ``data`` has another format.
     """
     if len(data) > _LIST_BYTES:
-        raise ValueError(f"the list of models is longer than {_LIST_BYTES} bytes")
+        raise ListTooLong(f"the list of models is longer than {_LIST_BYTES} bytes")
     try:
         listed = orjson.loads(data)["data"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"the response is not a list of models: {data[:_QUOTED_BYTES]!r}") from None
     if not isinstance(listed, list):
         raise ValueError("the response is not a list of models: its data is not a list")
-    if len(listed) > MAX_MODELS:
-        raise ValueError(f"the list has {len(listed)} models; at most {MAX_MODELS} are read")
-    return [model for model in listed if isinstance(model, dict)]
+    return [model for model in listed[:MAX_MODELS] if isinstance(model, dict)]
 
 
 def read_names(models: Iterable[Mapping[str, Any]]) -> frozenset[str]:

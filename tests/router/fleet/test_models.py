@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from router.fleet import health
-from router.fleet.models import UNLISTED, ServedModels, parse_models, read_names
+from router.fleet.models import UNLISTED, ListTooLong, ServedModels, parse_models, read_names
 from router.fleet.registration import MAX_MODELS
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, streams
@@ -81,10 +81,14 @@ def test_what_is_no_list_of_models_is_told(data: bytes) -> None:
         parse_models(data)
 
 
-@pytest.mark.parametrize(("num_models", "name"), [(MAX_MODELS + 1, ""), (1, "x" * 5_000_000)])
-def test_a_list_that_is_too_long_is_not_read(num_models: int, name: str) -> None:
-    with pytest.raises(ValueError, match="list"):
-        parse_models(json.dumps({"data": [{"id": name}] * num_models}).encode())
+def test_of_a_list_that_is_too_long_the_beginning_is_read() -> None:
+    listed = [{"id": str(number)} for number in range(MAX_MODELS + 1)]
+    assert parse_models(json.dumps({"data": listed}).encode()) == listed[:-1]
+
+
+def test_a_list_with_too_many_bytes_is_not_read() -> None:
+    with pytest.raises(ListTooLong, match="list"):
+        parse_models(json.dumps({"data": [{"id": "x" * 5_000_000}]}).encode())
 
 
 def test_names_that_could_forge_lines_of_the_log_are_left_out() -> None:
@@ -218,6 +222,32 @@ def test_an_instance_without_a_list_of_models_serves_any(make_router: MakeRouter
     assert router.chat(model="c").status_code == 200
     assert count_models(old) == {"c": 1}
     assert names_served(router) == [["a"], ["b"], []]
+
+
+@pytest.mark.parametrize(
+    ("models", "served", "unserved"),
+    [
+        (tuple(f"m{number}" for number in range(MAX_MODELS + 1)), "m0", f"m{MAX_MODELS}"),
+        (("b", "x" * 5_000_000), "a", "b"),
+    ],
+    ids=["too many models", "too many bytes"],
+)
+def test_an_instance_whose_list_is_too_long_gets_no_requests_for_any_model(
+    make_router: MakeRouter,
+    stand_in: MakeStandIn,
+    caplog: pytest.LogCaptureFixture,
+    models: tuple[str, ...],
+    served: str,
+    unserved: str,
+) -> None:
+    first, second, long = start_mixed(stand_in, ("a",), ("c",), models)
+    router = make_router(first, second, long, **SOON)
+    assert router.chat(model=served).status_code == 200
+    assert router.chat(model=unserved).status_code == 404
+    asked = long.models_asked
+    wait_until(lambda: long.models_asked > asked, "another request for the list")
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len([each for each in warnings if each.startswith(f"instance {long.key}: ")]) == 1
 
 
 def test_an_instance_that_cannot_be_asked_now_gets_no_request_for_a_model(
