@@ -8,7 +8,10 @@ of metadata server. So another process checks that first, with an empty address:
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -49,6 +52,9 @@ INSTALL = (
 """Command that installs Mooncake, for error messages."""
 
 _NO_OFFLOADING = -1300
+# Questions about a network interface, and flags in the response (netdevice(7)).
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+_IFF_LOOPBACK, _IFF_RUNNING = 0x8, 0x40
 _PROBE_SECONDS = 1.5
 # ``setup`` of the native client holds Python's lock: for 6 s if the server at the master's address is not a master. The
 # pause after a failed try is 20 times as long as the try, so that tries take at most 5 % of the process's time.
@@ -259,14 +265,19 @@ def send_http_probe(address: str) -> bytes | None:
 
 
 def _has_network() -> bool:
-    """Return whether this machine has a route to other machines, without sending data to them."""
+    """Return whether a network interface other than loopback is connected and has an IPv4 address.
+
+    Mooncake chooses such an interface. No route to other networks is needed.
+    """
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        try:
-            # Connecting a datagram socket sends nothing. The address is for examples, and no machine has it.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return False
-    return True
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", os.fsencode(name))
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
+                fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)
+                if flags & _IFF_RUNNING and not flags & _IFF_LOOPBACK:
+                    return True
+    return False
 
 
 def connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[socket.socket | None]:

@@ -263,8 +263,20 @@ class TestOpening:
         read_opening_error(mooncake_master.config(local_hostname=name))
         assert names == [name if bound else host]
 
-    def test_the_error_on_a_machine_with_only_loopback_names_the_setting(self, tmp_path: Path) -> None:
-        alone = ["unshare", "--net", "--map-root-user", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh"]
+    @pytest.mark.parametrize(
+        ("network", "message"),
+        [
+            (":", "no network except loopback; Mooncake uses loopback only if you set MC_TCP_BIND_ADDRESS"),
+            ("ip addr add 10.0.0.1/24 dev one; ip link set one up", "no network except loopback"),
+            ("ip addr add 10.0.0.1/24 dev one; ip link set one up; ip link set other up", ""),
+        ],
+        ids=["loopback", "not connected", "no route to other networks"],
+    )
+    def test_only_a_machine_without_a_network_gets_the_error_about_loopback(
+        self, network: str, message: str, tmp_path: Path
+    ) -> None:
+        links = "ip link set lo up; ip link add one type veth peer name other"
+        alone = ["unshare", "--net", "--map-root-user", "sh", "-ec", f'{links}; {network}; exec "$@"', "sh"]
         try:
             subprocess.run([*alone, "true"], capture_output=True, check=True)
         except (OSError, subprocess.CalledProcessError) as exc:
@@ -276,8 +288,9 @@ class TestOpening:
             f"with mooncake_master(Path({str(tmp_path / 'log')!r})) as master:\n"
             "    open_store(master.config())\n"
         )
-        logs = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-        assert "no network except loopback; Mooncake uses loopback only if you set MC_TCP_BIND_ADDRESS" in logs
+        ended = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert message in ended.stderr
+        assert bool(ended.returncode) is bool(message), ended.stderr
 
     def test_clients_find_each_other_without_hostnames_and_without_a_metadata_server(
         self, own_master: MooncakeMaster
