@@ -42,7 +42,16 @@ def test_the_examples_in_comments_are_valid(environment: str) -> None:
     for name, value in examples:
         if not name.endswith("_FILE") or "TOKEN" in name:
             changed = {**environ, name: value.strip('"')}
-            check_command(expand_command(read_settings(unit, "ExecStart")[0], changed), changed)
+            for command in read_settings(unit, "ExecStart") + read_settings(unit, "ExecStop"):
+                check_command(expand_command(command.lstrip("-"), changed), changed)
+
+
+def test_the_drain_of_an_instance_can_have_the_routers_token() -> None:
+    for environment in ("instance-prefill.env", "instance-decode.env"):
+        (flags,) = re.findall(r'DRAIN_FLAGS="(.*)"', "".join(comments(SYSTEMD / environment)))
+        environ = {**read_environment(SYSTEMD / environment), "DRAIN_FLAGS": flags}
+        (drain,) = read_settings("kvstore-instance@.service", "ExecStop")
+        assert expand_command(drain, environ)[-2:] == ["--token-file", "/etc/kvstore/register"]
 
 
 def test_a_stop_leaves_time_for_running_requests() -> None:
