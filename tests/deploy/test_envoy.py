@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import kubernetes_validate
 import yaml
 
 from router.settings import load_settings
@@ -23,6 +24,13 @@ def test_the_pool_its_service_and_its_picker_have_matching_names_and_ports() -> 
     pool, service, deployment = yaml.safe_load_all(POOL.read_text())
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
+    kubernetes_validate.validate(deployment, "1.34", strict=True)
+    # Without the account's token the program ends; the account itself, of the routers, mounts none.
+    assert pod["spec"]["automountServiceAccountToken"] is True
+    # What a namespace demands that enforces "restricted", as ours does.
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["image"] == "kvstore-router:0.1.0"
     assert container["command"] == ["kvrouter", "epp"]
     settings = load_settings(container["args"], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, epp_port=9002)
     labels = pool["spec"]["selector"]["matchLabels"]

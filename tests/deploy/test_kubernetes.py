@@ -121,13 +121,18 @@ def test_containers_have_few_rights(rendered: dict[str, list[Manifest]]) -> None
 def test_referenced_objects_exist(manifests: list[Manifest]) -> None:
     pods = list_pods(manifests)
     ports = {name: _port_names(pod) for name, pod in pods.items()}
+    claims = {
+        each["metadata"]["name"]: {claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", [])}
+        for each in manifests
+        if "template" in each.get("spec", {})
+    }
     for service in (each for each in manifests if each["kind"] == "Service"):
         selector, spec = service["spec"]["selector"], service["spec"]
         (name,) = (each for each, pod in pods.items() if selector.items() <= pod["metadata"]["labels"].items())
         for port in spec["ports"]:
             assert port.get("targetPort", port["port"]) in ports[name], service["metadata"]["name"]
     for name, pod in pods.items():
-        volumes = {each["name"] for each in pod["spec"].get("volumes", [])}
+        volumes = {each["name"] for each in pod["spec"].get("volumes", [])} | claims[name]
         for container, *_ in containers_of(pod):
             assert {each["name"] for each in container.get("volumeMounts", [])} <= volumes, name
             for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -172,6 +177,17 @@ def test_each_member_of_etcd_has_the_addresses_of_all_members(manifests: list[Ma
     expected = (f"etcd-{i}=http://etcd-{i}.etcd-members:2380" for i in range(etcd["spec"]["replicas"]))
     assert flags["initial-cluster"] == ",".join(expected)
     assert f"{flags['name']}={flags['initial-advertise-peer-urls']}" in flags["initial-cluster"]
+
+
+def test_a_replaced_member_of_etcd_keeps_its_data(manifests: list[Manifest]) -> None:
+    spec = find_manifest(manifests, "StatefulSet", "etcd")["spec"]
+    (claim,) = spec["volumeClaimTemplates"]
+    (container,) = spec["template"]["spec"]["containers"]
+    (mount,) = container["volumeMounts"]
+    assert mount["name"] == claim["metadata"]["name"]
+    assert f"--data-dir={mount['mountPath']}/etcd" in container["args"]
+    security = spec["template"]["spec"]["securityContext"]
+    assert security["fsGroup"] == security["runAsGroup"]
 
 
 def test_the_prometheus_operator_scrapes_all_metrics_ports(rendered: dict[str, list[Manifest]]) -> None:
