@@ -1,8 +1,8 @@
 # Shared by run.sh, run_pd_storage.sh, run_ha.sh and run_router_ha.sh: set up, start, wait, stop. To be sourced.
 # shellcheck shell=bash disable=SC2034  # what looks unused is used by the scripts that source this
 
-HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-ROOT=$(cd "$HERE/../.." && pwd)
+HERE=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(CDPATH='' cd "$HERE/../.." && pwd)
 PYTHON=${KVSTORE_PYTHON:-$ROOT/.venv/bin/python} # one that has all that is needed, where scripts/setup cannot fetch it
 SMALL_MODEL=$ROOT/.cache/models/kvstore-tiny-qwen2
 FASTDEPLOY_PAGE=https://paddlepaddle.github.io/FastDeploy/get_started/installation/nvidia_gpu/
@@ -78,7 +78,8 @@ prepare() {
         printf 'cd %q\n\n' "$HERE"
     fi
     find_model # before the proxies are gone: FastDeploy may download it
-    # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it.
+    # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it; curl -q reads no
+    # ~/.curlrc, which may name one, too.
     unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
     [ "$DRY_RUN" = yes ] || rm -rf log_*
     choose_transfer
@@ -328,7 +329,7 @@ wait_for() {
     [ "$DRY_RUN" = no ] || return 0
     local name=$1 url=$2 pattern=${3-} answer deadline=$((SECONDS + START_DEADLINE))
     # From a port that none of ours may be waiting to listen on: see check_ports.py.
-    until answer=$(curl -sf --max-time 2 --local-port 61000-65535 "$url") && [[ $answer =~ $pattern ]]; do
+    until answer=$(curl -qsf --max-time 2 --local-port 61000-65535 "$url") && [[ $answer =~ $pattern ]]; do
         check_alive
         [ $SECONDS -lt $deadline ] || give_up "$name" "is not ready after $START_DEADLINE s"
         sleep 0.2

@@ -87,7 +87,7 @@ def ask(port: int, messages: list[Message], max_tokens: int, min_tokens: int = 0
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    command = ["curl", "-sS", "-N", "--max-time", "600", "-H", "Content-Type: application/json", "-d", "@-", url]
+    command = ["curl", "-qsS", "-N", "--max-time", "600", "-H", "Content-Type: application/json", "-d", "@-", url]
     start = time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as curl:
         assert curl.stdin is not None
@@ -140,7 +140,7 @@ def logged(log: Path, answer: Answer) -> Cached:
 
 def metric(port: int, name: str) -> float | None:
     """Return the value of a metric of the server at ``port``; None if there is no such metric."""
-    command = ["curl", "-sS", "--max-time", "10", f"http://127.0.0.1:{port}/metrics"]
+    command = ["curl", "-qsS", "--max-time", "10", f"http://127.0.0.1:{port}/metrics"]
     page = subprocess.run(command, capture_output=True, text=True, check=False)
     if page.returncode != 0:
         fail(f"port {port} gives no metrics: {page.stderr.strip()}")
@@ -151,7 +151,7 @@ def metric(port: int, name: str) -> float | None:
 def list_keys(master_metrics: int) -> list[str]:
     """Return the keys that the pool's master knows."""
     url = f"http://127.0.0.1:{master_metrics}/get_all_keys"
-    page = subprocess.run(["curl", "-sS", "--max-time", "30", url], capture_output=True, text=True, check=False)
+    page = subprocess.run(["curl", "-qsS", "--max-time", "30", url], capture_output=True, text=True, check=False)
     return page.stdout.split()
 
 

@@ -49,7 +49,7 @@ class Master(NamedTuple):
     def serves(self) -> bool:
         """Return whether this master is the leader and accepts calls; False also if it does not answer."""
         url = f"http://127.0.0.1:{self.metrics_port}/health"
-        answer = subprocess.run(["curl", "-s", "--max-time", "2", url], capture_output=True, text=True, check=False)
+        answer = subprocess.run(["curl", "-qs", "--max-time", "2", url], capture_output=True, text=True, check=False)
         try:
             health = json.loads(answer.stdout)
         except ValueError:

@@ -96,7 +96,7 @@ def ask(port: int, messages: list[Message], on_piece: Callable[[Stream], None] =
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    command = ["curl", "-sN", "--max-time", "600", "-w", "\nstatus %{http_code}\n", "-d", "@-"]
+    command = ["curl", "-qsN", "--max-time", "600", "-w", "\nstatus %{http_code}\n", "-d", "@-"]
     command += ["-H", "Content-Type: application/json", f"http://127.0.0.1:{port}/v1/chat/completions"]
     stream, start = Stream(), time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as curl:
@@ -195,7 +195,7 @@ class Conversation:
 
 def list_instances(router: int) -> list[str]:
     """Return the instances that a router counts as healthy."""
-    command = ["curl", "-s", "--max-time", "5", f"http://127.0.0.1:{router}/registered"]
+    command = ["curl", "-qs", "--max-time", "5", f"http://127.0.0.1:{router}/registered"]
     listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout or "{}")
     return sorted(
         f"{role} {each['host_ip']}:{each['port']}"

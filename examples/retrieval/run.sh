@@ -3,8 +3,8 @@
 # Exits with 0 only if that is verified. PYTHON, OUTPUT, DENSE_PORT and SPARSE_PORT may be set.
 set -euo pipefail
 
-HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-ROOT=$(cd "$HERE/../.." && pwd)
+HERE=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(CDPATH='' cd "$HERE/../.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUTPUT=${OUTPUT:-$ROOT/.cache/retrieval}
 DENSE_PORT=${DENSE_PORT:-8101} SPARSE_PORT=${SPARSE_PORT:-8102}
@@ -27,6 +27,8 @@ esac
 "$PYTHON" "$ROOT/examples/cache_storage/check_ports.py" "the dense instance=$DENSE_PORT" \
     "the sparse instance=$SPARSE_PORT"
 mkdir -p "$OUTPUT"
+# Everything here talks to this machine, and no proxy should be asked for it.
+unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
 
 instances=()
 stop() {
@@ -44,7 +46,7 @@ serve() { # name port flags...
     instances+=($!)
     for _ in $(seq 240); do
         kill -0 "${instances[-1]}" 2>/dev/null || break # before asking: it may be another's port that answers
-        if curl -sf "http://127.0.0.1:$port/health" >/dev/null; then return; fi
+        if curl -qsf "http://127.0.0.1:$port/health" >/dev/null; then return; fi
         sleep 0.5
     done
     echo "the $name instance did not start; see $OUTPUT/$name.out" >&2

@@ -169,6 +169,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1"  # everything here talks to this machine
         self.master.start()
         return self
 
@@ -213,7 +214,7 @@ class Cluster:
             argv += ["--kv-transfer-config", json.dumps({**transfer, "kv_role": "kv_both"})]
         # One compute thread for each instance, because several instances share this machine's cores.
         env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
+        env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         # NixlConnector on CPU uses TCP and shared memory; each instance describes its blocks at its own port.
         env |= {"UCX_TLS": "tcp,self,sm", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
         env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)

@@ -18,6 +18,7 @@ import pytest
 
 from engine.args import parse_args
 from tests.examples.script import EXAMPLES, ROOT, complaint, loopback_only, running, script_environment
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 needs_ports = pytest.mark.usefixtures("ports_free_again")
@@ -26,8 +27,11 @@ SCRIPTS = {"run.sh": 2, "run_pd_storage.sh": 3, "run_03b_pd_storage.sh": 3, "run
 
 
 @needs_ports
-def test_two_instances_share_the_pool_with_only_the_loopback_interface(few_words: Path) -> None:
-    with running("run.sh", under=loopback_only(), MODEL_NAME=str(few_words)) as script:
+def test_two_instances_share_the_pool_with_only_the_loopback_interface(few_words: Path, tmp_path: Path) -> None:
+    proxy = f"http://127.0.0.1:{free_port()}"  # a proxy for the internet, which cannot be reached
+    (tmp_path / ".curlrc").write_text(f"proxy = {proxy}\n")
+    variables = {"MODEL_NAME": str(few_words), "HOME": str(tmp_path), "http_proxy": proxy}
+    with running("run.sh", under=loopback_only(), **variables) as script:
         assert script.end(400) == 0, script.output
     assert "verified: instance 1 read from the pool what instance 0 had computed" in script.output
     assert re.search(r"All \d+ keys in the pool are our backend's \(kv1-", script.output)

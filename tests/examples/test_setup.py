@@ -62,6 +62,32 @@ def test_without_python_the_message_says_what_to_install(bare_checkout: Path) ->
     assert ended.stderr.count("\n") == 1
 
 
+def test_cdpath_does_not_change_the_folder_of_the_setup(bare_checkout: Path) -> None:
+    ended = subprocess.run(
+        ["scripts/setup"],
+        cwd=bare_checkout,
+        env={"PATH": str(bare_checkout.parent / "bin"), "CDPATH": ".:/"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "no Python 3.10 to 3.13 found" in ended.stderr
+    assert sorted(path.name for path in bare_checkout.parent.iterdir()) == ["bin", "checkout"]
+    assert (bare_checkout / ".cache").is_dir()
+
+
+def test_the_setup_overrides_pips_user_setting(bare_checkout: Path) -> None:
+    asked = bare_checkout.parent / "asked"
+    python = bare_checkout.parent / "bin" / "python3"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in "-m venv "*) echo "$PIP_USER" >{asked}; exit 1 ;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    set_up(bare_checkout, PATH=f"{python.parent}:{os.environ['PATH']}", PIP_USER="1")
+    assert asked.read_text() == "0\n"
+
+
 def test_a_python_without_venv_is_refused_if_it_cannot_be_installed(bare_checkout: Path) -> None:
     tools = bare_checkout.parent / "bin"
     # A Python like Debian's, without ensurepip. `tools` has no apt-get.

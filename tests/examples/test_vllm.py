@@ -15,7 +15,8 @@ from tests.examples.script import ROOT
 def test_without_vllm_one_sentence_says_how_to_install_it(script: str) -> None:
     ended = subprocess.run(
         [sys.executable, ROOT / "examples" / "vllm" / script],
-        env={**os.environ, "VLLM": "/nonexistent"},
+        # The master that starts first answers without the proxy that a user has for the internet.
+        env={**os.environ, "VLLM": "/nonexistent", "http_proxy": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
         timeout=60,
