@@ -132,7 +132,7 @@ def test_only_the_beginning_of_a_long_text_is_parsed() -> None:
 
 
 class SmallPieces:
-    """Set pieces of a few bytes, so that small bodies count as large."""
+    """Makes pieces a few bytes long, so that small bodies count as large."""
 
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()

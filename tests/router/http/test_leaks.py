@@ -33,7 +33,7 @@ class RaiseAt:
     def __init__(self, number: int) -> None:
         """
         Args:
-            number: how many lines are executed before it raises; 0: it never raises.
+            number: the line before which it raises, counted from 1; 0: it never raises.
         """
         self.left = number
         self.executed: list[tuple[str, int]] = []

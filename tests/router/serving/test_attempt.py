@@ -212,7 +212,7 @@ def test_prefills_own_4xx_reaches_the_client_unchanged_and_decode_is_aborted(
 class TestAFailingLeg:
     """One leg fails before the first byte of the response."""
 
-    def test_decode_is_replaced_by_another_and_the_retry_has_its_own_id(
+    def test_another_decode_instance_gets_a_retry_with_its_own_id(
         self, make_router: MakeRouter, stand_in: MakeStandIn, failing: Behaviour
     ) -> None:
         prefill, bad, good = stand_in("prefill"), stand_in("decode", failing), stand_in("decode")

@@ -129,8 +129,8 @@ class CallFault:
         self.left = number
         self.place = ""
 
-    def __call__(self, frame: FrameType, what: str, _: object) -> None:
-        if what != "call":
+    def __call__(self, frame: FrameType, kind: str, _: object) -> None:
+        if kind != "call":
             return
         code, caller = frame.f_code, frame.f_back
         name = code.co_filename

@@ -209,7 +209,7 @@ def test_an_abort_ends_a_queued_request(
     running.result()
 
 
-def test_a_clients_completions_have_its_salt_combined_with_its_own_salt(
+def test_completions_have_a_salt_of_their_key_and_of_their_own_salt(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
 ) -> None:
     instance = stand_in()

@@ -227,7 +227,7 @@ def test_a_piece_of_a_long_event_is_not_copied_with_the_pieces_before_it() -> No
         tracemalloc.stop()
 
 
-def test_a_stream_of_announced_length_that_continues_elsewhere_is_longer_than_that(
+def test_a_resumed_stream_may_be_longer_than_its_first_instance_announced(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     def send_with_length(length: int, *events: bytes) -> Behaviour:
@@ -251,7 +251,7 @@ def test_a_stream_of_announced_length_that_continues_elsewhere_is_longer_than_th
 
 
 @pytest.mark.parametrize("engine", ["fastdeploy", "vllm"])
-def test_ids_are_hidden_as_the_engine_that_answers_would_hide_them(
+def test_ids_are_hidden_in_the_form_of_the_engine_that_answers(
     make_router: MakeRouter, stand_in: MakeStandIn, engine: str
 ) -> None:
     name, left = ("token_ids", {"token_ids": None}) if engine == "vllm" else ("completion_token_ids", {})

@@ -74,7 +74,7 @@ CHAT = "/v1/chat/completions"
         ({"extra_body": {"top_k": 1}, "user": "ann", "req_id": 7}, {}, {}),
     ],
 )
-def test_a_requests_line_has_the_ids_that_fastdeploys_users_search_for(
+def test_the_line_of_a_request_has_the_ids_that_fastdeploys_users_search_for(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     tmp_path: Path,
@@ -345,7 +345,7 @@ def test_predicted_cached_tokens_are_scaled_to_the_engines_tokens(
     assert [each["predicted_cached_tokens"] for each in listed] == [291, 0]  # 19 of 19.6 chunks
 
 
-def test_tokens_from_the_own_cache_are_reported_separately(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_cached_tokens_of_the_instance_are_reported_separately(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     details = {"cached_tokens": 192, "own_cached_tokens": 128, "pool_cached_tokens": 64}
     answer = {"choices": [], "usage": {"prompt_tokens": 200, "completion_tokens": 1, "prompt_tokens_details": details}}
     router = make_router(stand_in(behave=answers(200, json.dumps(answer).encode())))

@@ -101,7 +101,7 @@ def test_a_request_without_a_trace_begins_one(
     assert router.client.get("/admin/explain/r").json()["trace_id"] == request.trace_id
 
 
-def test_a_requests_span_has_the_ids_that_fastdeploys_users_search_for(
+def test_the_span_of_a_request_has_the_ids_that_fastdeploys_users_search_for(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     chat(make_router(stand_in()), {"X_BD_LOGID": "log-1"}, req_id="q", session_id="s")
