@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -37,38 +38,93 @@ CLIENT_LEFT = 499
 # The router has the same limit, so an instance refuses nothing that the router accepts.
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
+_INCOMPLETE = "the rest of the request did not arrive within %g s"
 _ANTHROPIC_PATH = "/v1/messages"
 
 
 class InstanceProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, which answers bytes that are not HTTP, or a head that is too long, with an error object.
 
-    The error object has OpenAI's format.
+    The error object has OpenAI's format. The protocol declines offers of other protocols, such as HTTP/2, and closes
+    connections on which no request arrives.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # number of bytes of an incomplete head
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Handle a new connection, and start the time limit for the head of its first request."""
+        super().connection_made(transport)
+        self._limit_silence()
+
     def data_received(self, data: bytes) -> None:
-        """Process bytes from the client. If the head of a request is too long, refuse it."""
-        super().data_received(data)
+        """Process bytes from the client. If they are not HTTP, or the head of a request is too long, refuse them."""
+        self._unset_keepalive_if_required()
+        self._head_bytes += len(data)
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._decline_upgrade(data[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                self._refuse_connection(refuse_unreadable(len(self.url), "this instance"))
+                return
+            else:
+                break
         cycle: Any = self.cycle  # may be None, which uvicorn's type does not say
         # uvicorn creates a scope at the beginning of a request, and a cycle with this scope at the end of the head.
-        is_in_head = cycle is None or cycle.scope is not self.scope
-        self._head_bytes = self._head_bytes + len(data) if is_in_head else 0
-        if self._head_bytes > HEAD_BYTES:
+        if cycle is not None and cycle.scope is self.scope:
+            self._head_bytes = 0
+        elif self._head_bytes > HEAD_BYTES:
             self._refuse_connection(refuse_long_head(len(self.url), "this instance"))
+        else:
+            self._limit_silence()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP. uvicorn calls this."""
-        self._refuse_connection(refuse_unreadable(len(self.url), "this instance"))
+    def on_headers_complete(self) -> None:
+        """Begin a request, unless its head offers another protocol: then the parser gets the head again."""
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the body of a request."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _decline_upgrade(self, rest: bytes) -> bytes:
+        """Return the head of a request that offers another protocol, without that offer, and the bytes after the head.
+
+        For example, Java's client offers HTTP/2. The parser reads no body after such a head.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse_connection((405, "this instance does not support CONNECT", "method_not_allowed"))
+            return b""
+        start = b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())
+        headers = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join([start, *headers, b"", rest])
+
+    def _limit_silence(self) -> None:
+        """Start the time limit for the next bytes of a head. uvicorn ends it when bytes arrive."""
+        self.timeout_keep_alive_task = self.loop.call_later(READ_SECONDS, self._end_silence)
+
+    def _end_silence(self) -> None:
+        """Close a connection on which the rest of a head did not arrive, unless a response is in progress."""
+        cycle: Any = self.cycle
+        if self.transport.is_closing() or (cycle is not None and not cycle.response_complete):
+            return
+        if self._head_bytes:
+            self._refuse_connection((408, _INCOMPLETE % READ_SECONDS, "request_incomplete"))
+        else:
+            self.transport.close()
 
     def _refuse_connection(self, refusal: HeadRefusal) -> None:
         status, message, code = refusal
         cycle: Any = self.cycle
-        # If another response is in progress, the client would read this one as a part of it.
-        if (cycle is None or cycle.response_complete) and not self.transport.is_closing():
+        # If an earlier response is in progress, the client would read this one as a part of it.
+        is_free = cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline)
+        if is_free and not self.transport.is_closing():
             head = "HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             body = orjson.dumps(ApiError(status, message, code=code).body)
             self.transport.write((head % (status, HTTPStatus(status).phrase, len(body))).encode() + body)
@@ -125,8 +181,7 @@ async def read_body(request: Request) -> bytes:
         except StopAsyncIteration:
             return bytes(body)
         except (asyncio.TimeoutError, TimeoutError):
-            message = f"the rest of the request did not arrive within {READ_SECONDS:g} s"
-            raise ApiError(408, message, code="request_incomplete") from None
+            raise ApiError(408, _INCOMPLETE % READ_SECONDS, code="request_incomplete") from None
         if len(body) > MAX_BODY_BYTES:
             raise _too_large()
 

@@ -219,8 +219,10 @@ async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest
         (b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, "target_too_long"),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * (HEAD_BYTES - 18), 431, "head_too_large"),
         (b"what is this\r\n\r\n", 400, "invalid_http"),
+        (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "invalid_http"),
+        (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
     ],
-    ids=["path", "path of a whole head", "head", "no HTTP"],
+    ids=["path", "path of a whole head", "head", "no HTTP", "chunk", "CONNECT"],
 )
 @in_event_loop
 async def test_what_is_no_request_is_an_openai_error(app: Any, sent: bytes, status: int, code: str) -> None:
@@ -231,3 +233,45 @@ async def test_what_is_no_request_is_an_openai_error(app: Any, sent: bytes, stat
         writer.close()
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert json.loads(body)["error"]["code"] == code
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+@in_event_loop
+async def test_a_connection_on_which_no_request_arrives_is_closed(
+    app: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.05)
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ") if sent else answer == b""
+
+
+@in_event_loop
+async def test_the_head_of_a_next_request_ends_no_response(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.05)
+    body = json.dumps({**BODY, "prompt": "a", "max_tokens": 100, "ignore_eos": True}).encode()
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%sGET /hea" % (CHAT.encode(), len(body), body))
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket"])
+@in_event_loop
+async def test_an_offer_of_another_protocol_is_declined(app: Any, offer: bytes) -> None:
+    body = json.dumps(BODY).encode()
+    head = b"POST %s HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: %s\r\nContent-Length: %d\r\n\r\n"
+    request = head % (CHAT.encode(), offer, len(body)) + body
+    last = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n\r\n"
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request + request + last)
+        answers = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    assert answers.count(b"HTTP/1.1 200 ") == 3
+    assert answers.count(b"text_completion") == 2
