@@ -22,8 +22,9 @@ class StoredResponse:
 
     @property
     def num_characters(self) -> int:
-        """Number of characters of the conversation."""
-        return sum(len(message["content"]) for message in self.messages)
+        """Number of characters of the conversation, and of the instructions in the response object."""
+        instructions = self.response.get("instructions") or ""
+        return len(instructions) + sum(len(message["content"]) for message in self.messages)
 
 
 class ResponseStore:

@@ -13,7 +13,7 @@ from engine.apis.plain_body import encode_typed_event
 from engine.apis.response_store import ResponseStore, StoredResponse
 from engine.apis.responses_body import ResponsesBody, chat_of_responses, messages_of_input
 from engine.generation import ENGINE_FAILED, Choices
-from engine.protocol import ApiError, now, quote_short
+from engine.protocol import ApiError, join_texts, now, quote_short
 
 __all__ = ["Responses", "ResponsesResponse"]
 
@@ -52,7 +52,7 @@ class Responses:
             choices = await self._completions.begin_chat_choices(chat_of_responses(body, before))
         except ApiError as exc:
             raise exc.rename_param(_NAMES) from None
-        messages = [*before, *messages_of_input(body.input)]
+        messages = [*before, *map(_join_content, messages_of_input(body.input))]
         store = self._store if body.store else None
         return ResponsesResponse(f"resp_{unique}", choices, body, messages, self._completions.model, store)
 
@@ -186,6 +186,12 @@ class ResponsesResponse(BegunResponse):
 
     def _describe_item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _join_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its content as one text, without hints for the cache: a hint is for one request."""
+    content = message["content"]
+    return message if isinstance(content, str) else {**message, "content": join_texts(content)}
 
 
 def _explain_failure(reason: str | None) -> str:

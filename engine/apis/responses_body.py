@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
@@ -27,6 +27,10 @@ _FORM: dict[str, Any] = {"format": {"type": "text"}}
 _VERBOSITY: dict[str, Any] = {"verbosity": "medium"}
 # The values of the field "text" that are OpenAI's defaults.
 _PLAIN_TEXTS: tuple[dict[str, Any], ...] = ({}, _FORM, _VERBOSITY, _FORM | _VERBOSITY)
+
+# OpenAI's limits. Metadata is stored with the response.
+_MetadataName: TypeAlias = Annotated[str, Field(max_length=64)]
+_MetadataValue: TypeAlias = Annotated[str, Field(max_length=512)]
 
 
 class ResponsesBody(PlainBody):
@@ -59,7 +63,7 @@ class ResponsesBody(PlainBody):
     max_output_tokens: int | None = Field(default=None, ge=1)
     store: bool = True
     previous_response_id: str | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: dict[_MetadataName, _MetadataValue] = Field(default_factory=dict, max_length=16)
     stop: str | list[str] | None = None
 
 

@@ -36,3 +36,9 @@ def test_a_response_that_was_removed_makes_room() -> None:
     store.store_response("b", kept("12345"))
     store.store_response("b", kept("1234567890"))
     assert store.find_response("b")
+
+
+def test_instructions_count_as_characters() -> None:
+    store = ResponseStore(max_characters=10)
+    store.store_response("a", StoredResponse({"instructions": "12345678901"}, [{"role": "user", "content": "1"}]))
+    assert not store.find_response("a")

@@ -116,6 +116,15 @@ def test_a_response_goes_on_from_the_one_before(client: openai.OpenAI) -> None:
     assert third.previous_response_id == second.id
 
 
+def test_a_breakpoint_holds_for_its_own_request_only(client: openai.OpenAI) -> None:
+    part = {"type": "input_text", "text": "and then?", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    response = respond(client)
+    for _ in range(5):  # one request may have 4
+        given = [{"role": "user", "content": [part]}]
+        response = respond(client, given, previous_response_id=response.id, max_output_tokens=1)
+    assert response.status == "incomplete"
+
+
 def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> None:
     kept, other = respond(client), respond(client, store=False)
     assert client.responses.retrieve(kept.id).output_text == kept.output_text
