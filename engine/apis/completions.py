@@ -326,6 +326,9 @@ class Completions:
         ):
             message = "continue_final_message: it is true, and so is add_generation_prompt; give false for one of them"
             raise ApiError(400, message, param="continue_final_message")
+        # A template writes at least one token for each message. To render a million messages takes some seconds.
+        if len(body.messages) >= self._max_model_len:
+            raise self._too_long(f"at least {len(body.messages)}", "messages")
         encode = partial(self._encode_text, param="messages", add_special_tokens=body.add_special_tokens)
         if not body.continue_final_message:
             return await encode(self._render_chat(body, body.messages))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import orjson
 from pydantic import ConfigDict
 
-from engine.protocol import ApiError, Body, RequestId
+from engine.protocol import ApiError, Body, RequestId, name_field
 
 __all__ = ["PASSED_ON", "PlainBody", "encode_typed_event"]
 
@@ -58,9 +58,10 @@ class PlainBody(Body):
         known = {*cls.model_fields, *cls.ignored, *cls.unsupported, *PASSED_ON}
         for name in fields:
             if name not in known:
-                nearest = difflib.get_close_matches(name, known, 1)
+                shown = name_field(name)
+                nearest = difflib.get_close_matches(shown, known, 1)
                 hint = f"did you mean {nearest[0]}?" if nearest else "leave the field out"
-                raise ApiError(400, f"{name}: this API has no such field; {hint}", param=name)
+                raise ApiError(400, f"{shown}: this API has no such field; {hint}", param=shown)
 
     def fields_of_chat(self) -> dict[str, Any]:
         """Return the fields that are passed to the chat request."""

@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from engine.apis.completion_response import CompletionResponse
 from engine.apis.completions import Completions
+from engine.apis.responses_body import ResponsesBody
 from engine.generation import Generations, SharedParts
 from engine.protocol import (
     AbortBody,
     ApiError,
+    Body,
     ChatBody,
     CompletionBody,
     GenerationBody,
     TokenizeBody,
+    check_body,
     error_body,
     parse_body,
     sampling_params,
@@ -470,6 +474,50 @@ def test_a_client_that_gives_no_limit_gets_the_checkpoints(
     completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, SamplingDefaults(20))
     request = start(completions, "text", {"prompt": "a", **fields}).request
     assert request.params.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionBody, {"prompt": [{}] * 50}),
+        (CompletionBody, {"prompt": [[1, "x"]] * 50}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(50)}}),
+        (ChatBody, {"messages": [1] * 50}),
+        (TokenizeBody, {"messages": [1] * 50}),
+        (AbortBody, {"req_ids": [1] * 50}),
+    ],
+)
+def test_a_list_is_checked_up_to_its_first_wrong_element(kind: type[Body], fields: dict[str, Any]) -> None:
+    """An error for each element of a large body would take minutes, and all of the memory."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(fields)
+    assert caught.value.error_count() <= 4  # one for each type of the field
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionBody, {"prompt": "a", "logit_bias": {"x" * 9999: 1}}),
+        (ResponsesBody, {"input": "a", "x" * 9999: 1}),
+        (ResponsesBody, {"input": "a", "metadata": {"x" * 9999: "1"}}),
+        (ResponsesBody, {"input": "a", "metadata": {"x": "1" * 9999}}),
+        (ResponsesBody, {"input": "a", "metadata": {str(i): "1" for i in range(17)}}),
+    ],
+)
+def test_a_message_repeats_no_long_name(kind: type[Body], fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_body(kind, fields)
+    assert len(str(caught.value)) < 300
+    assert len(str(caught.value.param)) < 100
+
+
+def test_more_messages_than_the_context_has_tokens_are_not_rendered(
+    completions: Completions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(completions, "tokenizer")
+    with pytest.raises(ApiError, match=f"the prompt has at least {MAX_MODEL_LEN} tokens") as caught:
+        start(completions, "chat", {"messages": MESSAGES * MAX_MODEL_LEN})
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_unknown_fields_are_let_through() -> None:
