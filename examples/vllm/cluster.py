@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -307,8 +308,16 @@ def _vllm() -> str:
 
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
-    """Make a new folder for logs. It stays at the end, so that the logs can be read."""
+    """Make an empty folder for logs, which stays at the end; end the program if another run uses the folder."""
     folder = Path(__file__).with_name(f"log_{name}")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    yield folder
+    folder.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as opened:
+        held = os.open(folder, os.O_RDONLY)
+        opened.callback(os.close, held)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another run writes its logs to {folder}: end it first, with Ctrl-C")
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield folder

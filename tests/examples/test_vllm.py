@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -25,3 +26,27 @@ def test_without_vllm_one_sentence_says_how_to_install_it(script: str) -> None:
     assert ended.returncode == 1
     assert ended.stderr.startswith("NOT VERIFIED: VLLM=/nonexistent: there is no such program; ")
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_run_whose_logs_another_run_writes_is_refused() -> None:
+    examples = ROOT / "examples" / "vllm"
+    folder = examples / "log_of_a_test"
+    program = f"import sys; sys.path.insert(0, {str(examples)!r}); from cluster import scratch\n"
+    program += "with scratch('of_a_test') as folder: print(list(folder.iterdir()))"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    folder.mkdir(exist_ok=True)
+    (folder / "instance").mkdir(exist_ok=True)
+    (folder / "router.log").write_text("of the first run")
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    refused = run()
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == f"NOT VERIFIED: another run writes its logs to {folder}: end it first, with Ctrl-C\n"
+    assert (folder / "router.log").exists()
+    os.close(held)
+    assert run().stdout == "[]\n"
+    folder.rmdir()
