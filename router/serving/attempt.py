@@ -59,6 +59,8 @@ _HAND_OVER_ERROR = re.compile(rb"PD Error|(?:Prefill|Decode) (?:bootstrap|transf
 _ENGINE_DEATH = re.compile(
     rb"EngineCore encountered an issue|EngineDeadError|Background loop (?:has errored|is stopped)"
 )
+# Errors of FastDeploy's API server about the content of a request.
+_CONTENT_ERROR = re.compile(rb'"type": ?"invalid_request(?:_error)?"|"code": ?"model_not_support"')
 # Maximum size of a stream's preamble, the events before the first token. A stream with a longer one is relayed
 # directly. The preamble may contain the ids of the whole prompt.
 PREAMBLE_BYTES = 1024 * 1024
@@ -102,7 +104,10 @@ class Trouble(enum.Enum):
     HAND_OVER = "hand-over"
     """The KV transfer between prefill and decode failed. Either instance may be the cause."""
     REJECTION = "rejection"
-    """The instance refused the request because of its content: any other status that is not a success."""
+    """The instance refused the request because of its content.
+
+    This is any other status that is not a success. FastDeploy's refusals have the status 500 and one of these types.
+    """
     STALL = "stall"
     """A stream sends no data, although its instance is alive."""
 
@@ -653,6 +658,8 @@ def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
             trouble = Trouble.HAND_OVER
         elif _ENGINE_DEATH.search(body):
             trouble = Trouble.DEATH
+        elif _CONTENT_ERROR.search(body):
+            trouble = Trouble.REJECTION
     elif response.status == 429:
         trouble = Trouble.ERROR
     return LegFailed(leg.instance, message, response, trouble=trouble)

@@ -36,7 +36,7 @@ from router.http import (
     to_dialect,
 )
 from router.serving.aborts import AbortScope
-from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed
+from router.serving.attempt import REDIRECTIONS, Attempt, LegFailed, Trouble
 from router.serving.dialects import NotReady
 from router.serving.reading.api import GENERATING, EngineIds
 from router.serving.reading.parsed_request import (
@@ -592,7 +592,8 @@ class ServingRequest:
         """Send the failure of the last attempt: the instance's own response, or an error of the router."""
         response, role = failure.response, failure.instance.role
         resumption = self._retry_loop.resumption
-        is_own = response is not None and (response.status < 500 or role is not Role.PREFILL)
+        is_rejection = failure.trouble is Trouble.REJECTION
+        is_own = response is not None and (response.status < 500 or is_rejection or role is not Role.PREFILL)
         if resumption is not None and resumption.is_broken:
             self._end_with(resumption.explain(str(failure)))
         elif response is not None and response.status in REDIRECTIONS:

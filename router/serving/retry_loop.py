@@ -403,7 +403,7 @@ class RetryLoop:
         if self.is_aborted:
             raise RequestEnded(ABORTED)
         is_broken = failure.response is None or failure.response.status >= 500
-        if is_broken and not failure.is_stale and failure.trouble is not Trouble.HAND_OVER:
+        if is_broken and not failure.is_stale and failure.trouble not in (Trouble.HAND_OVER, Trouble.REJECTION):
             failure.instance.record_failure(time.monotonic(), str(failure))
         if failure.response is not None and failure.trouble is Trouble.DEATH:
             self._services.health.probe_soon(failure.instance)

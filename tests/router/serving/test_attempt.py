@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from router.fleet.breaker import FAILURES
 from router.serving import attempt
 from router.serving.attempt import PREAMBLE_BYTES, Attempt, Leg
 from tests.router.conftest import MakeRouter, MakeStandIn
@@ -496,3 +497,27 @@ def test_a_client_that_leaves_before_another_attempt_ends_its_request_at_once(
     assert paused.wait(10)
     sock.close()
     wait_until(lambda: router.app.proxy.num_requests == 0, "the end of the request")
+
+
+TOO_LONG = {
+    "error": {"message": "Input text is too long", "type": "invalid_request_error", "param": None, "code": None}
+}
+NO_MODEL = {"error": {"message": "Unsupported model: [x]", "type": "internal_error", "code": "model_not_support"}}
+NO_LOGPROBS = {"error": {"message": "too many", "type": "invalid_request", "param": "logprobs", "code": "400"}}
+
+
+@pytest.mark.parametrize("error", [TOO_LONG, NO_MODEL, NO_LOGPROBS])
+@pytest.mark.parametrize("roles", [("mixed", "mixed"), ("prefill", "prefill", "decode", "decode")])
+def test_a_refusal_of_fastdeploys_is_not_the_instances_fault_though_its_status_is_500(
+    make_router: MakeRouter, stand_in: MakeStandIn, roles: tuple[str, ...], error: dict[str, Any]
+) -> None:
+    """FastDeploy's API server answers every request that it refuses with 500, a prompt that is too long, too."""
+    body = json.dumps(error).encode()
+    instances = [stand_in(role, answers(500, body)) for role in roles]
+    router = make_router(*instances, splitwise="decode" in roles)
+    for _ in range(2 * FAILURES):
+        response = router.chat()
+        assert (response.status_code, response.json()) == (500, error)
+    assert {instance.breaker.failures for instance in router.app.registry} == {0}
+    tries = sum(len(instance.received) for instance in instances if instance.role != "prefill")
+    assert tries <= 2 * FAILURES
