@@ -29,7 +29,7 @@ def test_the_spans_of_a_request_to_a_pair_are_one_tree(traced: TracedSystem) -> 
 
     (request,) = receiver.wait_for(1, service="kvrouter", kind="server")
     assert {span.trace_id for span in receiver.spans} == {TRACE}
-    assert {span.trouble for span in receiver.spans} == {None}
+    assert {span.error for span in receiver.spans} == {None}
     assert request.parent_id == CLIENT
 
     def only_child(parent: ReceivedSpan, name: str) -> ReceivedSpan:
@@ -75,7 +75,7 @@ def test_the_spans_of_an_aborted_request_have_its_status(traced: TracedSystem) -
     (request,) = traced.receiver.wait_for(1, kind="server", service="kvrouter", trace_id=TRACE[::-1])
     (decoding,) = traced.receiver.wait_for(1, name="decode", trace_id=TRACE[::-1])
     (served,) = traced.receiver.wait_for(1, name="decode instance", trace_id=TRACE[::-1])
-    assert request.trouble == "the client left"
-    assert decoding.trouble == served.trouble
-    assert served.trouble in ("the client left", "the request was aborted")
+    assert request.error == "the client left"
+    assert decoding.error == served.error
+    assert served.error in ("the client left", "the request was aborted")
     assert served.attributes["engine.finish_reason"] == "abort"

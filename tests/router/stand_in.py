@@ -1,7 +1,7 @@
 """Stand-ins for inference instances: real HTTP/1.1 servers on loopback sockets that answer as a test scripts them.
 
-They replace engines because an engine cannot be told to answer 500, to break off in the middle of an event, to close
-an idle connection or to hang. What they cannot show is that an engine computes; the examples' tests do that.
+They replace engines because a test cannot make an engine answer 500, cut the connection within an event, close an idle
+connection or hang. They compute nothing; the tests of the examples use real engines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread of its own, so that tests are plain functions."""
+    """An event loop in its own thread, so that tests are plain functions."""
 
     def __init__(self) -> None:
         self.loop = uvloop.new_event_loop()
@@ -50,11 +50,11 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], deadline_s: float = 20.0) -> T:
-        """Run ``work`` in the loop and return what it returns."""
+        """Run ``work`` in the loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(deadline_s)
 
     def close(self) -> None:
-        """Wait for what is ending, cancel what runs, and end the thread."""
+        """Wait for the futures in ``ending``, cancel all tasks, and end the thread."""
         self.run(self._cancel_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10)
@@ -67,12 +67,12 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for _ in range(3):
-            await asyncio.sleep(0)  # connections that were just aborted are closed in the loop's next turns
+            await asyncio.sleep(0)  # the next iterations of the loop close aborted connections
 
 
 @dataclass
 class Received:
-    """A request as it arrived."""
+    """A received request."""
 
     method: str
     target: str
@@ -89,7 +89,7 @@ class Received:
 
 @dataclass
 class Responder:
-    """How a behaviour answers one request."""
+    """Methods with which a behaviour answers one request."""
 
     writer: asyncio.StreamWriter
     peer_left: asyncio.Event
@@ -121,7 +121,7 @@ class Responder:
         await self.raw(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """End the connection at once, as a crash would."""
+        """Abort the connection, as a crash does."""
         self.keep_alive = False
         self.writer.transport.abort()
 
@@ -130,13 +130,13 @@ Behaviour = Callable[[Received, Responder], Awaitable[None]]
 
 
 async def never_answers(request: Received, respond: Responder) -> None:
-    """Leave when the peer does, without a byte of an answer."""
+    """Send nothing, and close the connection when the peer leaves."""
     await respond.peer_left.wait()
     respond.keep_alive = False
 
 
 def cuts(after: bytes = b"") -> Behaviour:
-    """Send these bytes, then break the connection."""
+    """Send these bytes, then abort the connection."""
 
     async def behave(request: Received, respond: Responder) -> None:
         if after:
@@ -148,7 +148,7 @@ def cuts(after: bytes = b"") -> Behaviour:
 
 
 def chat_answer(content: str = "hello") -> bytes:
-    """A whole chat completion."""
+    """Return a complete chat completion."""
     message = {"role": "assistant", "content": content}
     return json.dumps(
         {
@@ -163,7 +163,7 @@ def chat_answer(content: str = "hello") -> bytes:
 
 
 def answers(status: int = 200, body: bytes | None = None, *headers: tuple[str, str]) -> Behaviour:
-    """Answer with this."""
+    """Answer with this status, body (a chat completion by default) and headers."""
 
     async def behave(request: Received, respond: Responder) -> None:
         content = chat_answer() if body is None else body
@@ -216,14 +216,14 @@ def streams_until(go_on: threading.Event) -> Behaviour:
 
 @contextlib.contextmanager
 def full_backlog(port: int) -> Iterator[None]:
-    """A listener at ``port`` whose kernel accepts no more connections."""
-    with contextlib.ExitStack() as held:
-        listener = held.enter_context(socket.socket())
+    """Open a listener at ``port`` with a full backlog, so that the kernel accepts no more connections."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(0)
         for _ in range(4):
-            filler = held.enter_context(socket.socket())
+            filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", port))
         yield
@@ -231,7 +231,7 @@ def full_backlog(port: int) -> Iterator[None]:
 
 @dataclass
 class StandIn:
-    """One stand-in; ``behave`` may be replaced at any time."""
+    """A stand-in. A test may replace ``behave`` at any time."""
 
     role: str
     thread: LoopThread
@@ -250,25 +250,25 @@ class StandIn:
     models: tuple[str, ...] = ("m",)
     models_status: int = 200
     models_asked: int = 0
-    owner: str = ""  # of the models, by its own account
+    owner: str = ""  # ``owned_by`` of the models
     abort_answer: dict[str, Any] = field(default_factory=lambda: {"result": {"aborted": [], "not_found": []}})
     abort_status: int = 200
-    told: dict[str, Any] = field(default_factory=dict)
-    """What its registration has beside, or instead of, what FastDeploy's has."""
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    """Fields that are added to a registration as FastDeploy's, or replace its fields."""
     _server: asyncio.AbstractServer | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
     def start(self) -> StandIn:
-        """Listen; at the same port as before if it had one."""
+        """Listen, at the previous port if there is one."""
         self.thread.run(self._start())
         return self
 
     def stop(self) -> None:
-        """Stop listening and cut every connection, as a process that dies does."""
+        """Stop listening and abort all connections, as the end of a process does."""
         self.thread.run(self._stop())
 
     def cut_idle(self) -> None:
-        """Cut every connection, but go on listening."""
+        """Abort all connections, but continue to listen."""
         self.thread.run(self._cut_all())
 
     @property
@@ -284,25 +284,25 @@ class StandIn:
         return self._server is not None
 
     def registration(self, **changes: Any) -> dict[str, Any]:
-        """What it tells the router, as FastDeploy's instances do."""
+        """Return the fields of its registration: FastDeploy's, ``extra_fields`` and ``changes``."""
         return {
             **registration_fields(self.role, self.port),
             "host_ip": "https://127.0.0.1" if self.tls else "127.0.0.1",
             "connector_port": self.port + 1 if self.port < 65535 else 1,
-            **self.told,
+            **self.extra_fields,
             **changes,
         }
 
     def register(self, router_url: str, **changes: Any) -> httpx.Response:
-        """Register at a router."""
+        """Register at the router with this URL."""
         return plain_http.post(f"{router_url}/register", json=self.registration(**changes))
 
     async def _start(self) -> None:
-        self.port = self.port or free_port()  # one that is free again when it starts anew
+        self.port = self.port or free_port()  # a port that is free again at the next start
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, limit=1 << 26, ssl=self.tls)
 
     async def accept_no_more(self) -> None:
-        """Stop listening, as a process does that is about to end; what runs goes on."""
+        """Stop listening, as a process does before its end. Running requests continue."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -402,7 +402,7 @@ def _join_chunks(body: bytes) -> bytes:
 
 
 async def _read_ahead(reader: asyncio.StreamReader, peer_left: asyncio.Event) -> bytes:
-    """What the peer sends next; nothing, and the event set, if it leaves."""
+    """Return the next bytes of the peer. If it leaves, set the event, and return none."""
     try:
         data = await reader.read(65536)
     except ConnectionError:

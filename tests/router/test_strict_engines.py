@@ -161,7 +161,7 @@ def test_legs_must_have_what_the_client_asked(vllm: Any) -> None:
 
 def test_mooncake_legs_may_run_at_once(vllm: Any, thread: LoopThread) -> None:
     strict, prefill, decode_ = vllm("mooncake")
-    address = f"http://127.0.0.1:{prefill.told['bootstrap_port']}"
+    address = f"http://127.0.0.1:{prefill.extra_fields['bootstrap_port']}"
     engine = httpx.get(f"{address}/query", trust_env=False, verify=False).json()["0"]["engine_id"]
     fetch = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": "t1"}
     fetch |= {"remote_engine_id": engine, "remote_bootstrap_addr": address}

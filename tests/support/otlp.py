@@ -45,7 +45,7 @@ class ReceivedSpan(NamedTuple):
     """Seconds since 1970."""
     attributes: dict[str, Any]
     events: dict[str, float]
-    trouble: str | None
+    error: str | None
     """The message of the status, if the status is an error."""
 
 

@@ -67,9 +67,9 @@ class StrictSglang:
     def serve(self, instance: StandIn, bootstrap_port: int = 8998) -> Behaviour:
         """Return the behaviour of ``instance``; a prefill instance registers with this port."""
         self._caches[instance.key] = PrefixCache()
-        instance.told = {"engine": "sglang"}
+        instance.extra_fields = {"engine": "sglang"}
         if instance.role == "prefill":
-            instance.told["bootstrap_port"] = self._ports[instance.key] = bootstrap_port
+            instance.extra_fields["bootstrap_port"] = self._ports[instance.key] = bootstrap_port
         instance.behave = self._serves(instance)
         return instance.behave
 

@@ -102,10 +102,10 @@ class StrictVllm:
         """Return the behaviour of ``instance``; for prefill with MooncakeConnector, ``bootstrap`` is its other port."""
         behave = {"prefill": self._prefills, "decode": self._decodes, "mixed": self._computes}[instance.role](instance)
         self._caches[instance.key] = PrefixCache()
-        instance.told = {"engine": "vllm", "kv_connector": self.connector}
+        instance.extra_fields = {"engine": "vllm", "kv_connector": self.connector}
         self.restart(instance)
         if bootstrap is not None:
-            instance.told["bootstrap_port"] = bootstrap.port
+            instance.extra_fields["bootstrap_port"] = bootstrap.port
             self._bootstraps[instance.key] = bootstrap
             bootstrap.behave = self._tells_engine(instance)
         instance.behave = behave

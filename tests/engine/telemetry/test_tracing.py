@@ -78,7 +78,7 @@ async def test_a_request_and_its_phases_hang_under_the_span_of_who_asked(
     generation = begin()
     await answer(generation)
     (request,) = await asyncio.to_thread(receiver.wait_for, 1, kind="server")
-    assert (request.trace_id, request.parent_id, request.trouble) == (TRACE, CALLER, None)
+    assert (request.trace_id, request.parent_id, request.error) == (TRACE, CALLER, None)
     told = {"engine.role": "mixed", "engine.finish_reason": "length", "engine.request_id": "r"}
     counts = {"gen_ai.usage.input_tokens": 100, "gen_ai.usage.output_tokens": 5}
     assert (told | counts).items() <= request.attributes.items()
@@ -116,11 +116,11 @@ async def test_an_abort_and_a_client_that_left_are_errors_of_the_request_and_its
     await anext(pieces)
     await pieces.aclose()
     requests = await asyncio.to_thread(receiver.wait_for, 2, kind="server")
-    assert [request.trouble for request in requests] == ["the request was aborted", "the client left"]
+    assert [request.error for request in requests] == ["the request was aborted", "the client left"]
     for request in requests:
         assert request.attributes["engine.finish_reason"] == "abort"
         decodes = await asyncio.to_thread(receiver.wait_for, 1, parent_id=request.span_id, name="decode")
-        assert [decode.trouble for decode in decodes] == [request.trouble]
+        assert [decode.error for decode in decodes] == [request.error]
 
 
 @in_event_loop
@@ -133,9 +133,9 @@ async def test_a_failed_step_is_an_error_with_a_sentence(
     monkeypatch.setattr(engine.core, "_run_chunks", fail)
     await answer(begin())
     (request,) = await asyncio.to_thread(receiver.wait_for, 1, kind="server")
-    assert request.trouble == "the engine failed while computing this request; the instance's log says why"
+    assert request.error == "the engine failed while computing this request; the instance's log says why"
     (prefill,) = receiver.find(name="prefill")
-    assert prefill.trouble == request.trouble
+    assert prefill.error == request.error
 
 
 def sequence_with(**times: Any) -> Sequence:

@@ -341,7 +341,7 @@ def test_requests_wait_for_their_turn(make_gateway: MakeGateway, stand_in: MakeS
 def test_a_pair_serves_a_request_together(make_gateway: MakeGateway, stand_in: MakeStandIn, engine: str) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode", streams("a", "b"))
     for instance in (prefill, decode):
-        instance.told = {"engine": engine} if engine != "other" else {"engine": "openai"}
+        instance.extra_fields = {"engine": engine} if engine != "other" else {"engine": "openai"}
     gateway = make_gateway(prefill, decode, splitwise=True)
     with gateway.stream() as response:
         assert response.read().endswith(b"data: [DONE]\n\n")

@@ -274,7 +274,7 @@ def test_an_instance_that_publishes_is_in_the_index_by_its_address(
     make_router: MakeRouter, stand_in: MakeStandIn, publisher: EventPublisher
 ) -> None:
     instance = stand_in()
-    instance.told["kv_events"] = publisher.fields
+    instance.extra_fields["kv_events"] = publisher.fields
     router = make_router(instance, kv_events=True, model_alias=["chat=m"])
     publisher.publish(stored(range(32), [1, 2]))
     for model in ("m", "chat", "default"):

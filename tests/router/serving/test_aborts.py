@@ -101,7 +101,7 @@ def test_ids_of_two_clients_differ_in_headers_and_at_other_engines(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str], path: str, engine: str
 ) -> None:
     instance = stand_in()
-    instance.told = {"engine": engine}
+    instance.extra_fields = {"engine": engine}
     router = make_router(instance, **keys)
     for who in (ALICE, BOB):
         headers = {"X-Request-Id": "job-1", **who}
@@ -291,7 +291,7 @@ def test_an_instance_of_sglang_gets_one_abort_for_each_id_and_few_at_once(
         await respond.answer(200, b"{}")
 
     instance = stand_in("mixed", note)
-    instance.told = {"engine": "sglang"}
+    instance.extra_fields = {"engine": "sglang"}
     router = make_router(instance)
     asked = [f"r{number:02}" for number in range(40)]
     assert abort(router, {}, req_ids=asked).status_code == 200

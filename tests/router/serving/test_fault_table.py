@@ -296,7 +296,7 @@ def test_requests_of_clients_that_leave_during_prefill_are_freed_without_the_gar
 ) -> None:
     instances = [stand_in("prefill", answer_staying([])), stand_in("decode", answer)]
     for instance in instances:
-        instance.told = {"engine": "openai"}
+        instance.extra_fields = {"engine": "openai"}
     running = Fleet(make_router(*instances, splitwise=True), instances)
     with collect_garbage(running.router.app) as left:
         ask_all(running, leaving=True)

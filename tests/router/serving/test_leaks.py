@@ -58,7 +58,7 @@ def start_pairs(engine: str) -> Callable[[MakeRouter, MakeStandIn, Path], Router
     def start(make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path) -> RouterUnderTest:
         instances = [stand_in("prefill"), stand_in("decode", answer), stand_in("decode", answer)]
         for instance in instances:
-            instance.told["engine"] = engine
+            instance.extra_fields["engine"] = engine
         return make_router(*instances, splitwise=True)
 
     return start

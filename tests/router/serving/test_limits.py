@@ -267,7 +267,7 @@ def test_options_nested_too_deeply_are_refused(
     make_router: MakeRouter, stand_in: MakeStandIn, keys: dict[str, str]
 ) -> None:
     instance = stand_in()
-    instance.told["engine"] = "vllm"
+    instance.extra_fields["engine"] = "vllm"
     router = make_router(instance, max_tokens_per_sec_per_key=1000.0, **keys)
     body = '{"messages":[],"stream":true,"stream_options":{"include_usage":false,"x":%s}}' % ("[" * 280 + "]" * 280)
     refused = router.client.post("/v1/chat/completions", content=body, headers=bearer("sk-1"))
@@ -294,7 +294,7 @@ def make_engine(engine: str) -> Callable[[StandIn], StandIn]:
         await respond.end_stream()
 
     def make(instance: StandIn) -> StandIn:
-        instance.told["engine"], instance.behave = engine, behave
+        instance.extra_fields["engine"], instance.behave = engine, behave
         return instance
 
     return make

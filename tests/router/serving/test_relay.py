@@ -193,7 +193,7 @@ def test_vllm_gets_an_id_that_is_invalid_in_a_header_only_in_the_body(
     make_router: MakeRouter, stand_in: MakeStandIn, request_id: str, header: str | None
 ) -> None:
     instance = stand_in()
-    instance.told = {**instance.told, "engine": "vllm"}
+    instance.extra_fields = {**instance.extra_fields, "engine": "vllm"}
     assert make_router(instance).chat(request_id=request_id).status_code == 200
     (got,) = instance.received
     assert (got.json["request_id"], dict(got.headers).get("x-request-id")) == (request_id, header)
@@ -204,7 +204,7 @@ def test_another_attempt_at_vllm_has_another_id(
     make_router: MakeRouter, stand_in: MakeStandIn, request_id: str
 ) -> None:
     bad, good = stand_in("mixed", cuts()), stand_in()
-    bad.told["engine"] = good.told["engine"] = "vllm"
+    bad.extra_fields["engine"] = good.extra_fields["engine"] = "vllm"
     router = make_router(bad, good)
     while not bad.received:
         assert router.chat(request_id=request_id).status_code == 200

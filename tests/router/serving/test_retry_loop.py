@@ -143,7 +143,7 @@ def test_a_request_that_ends_every_instance_of_a_pair_ends_only_two(
 
     instances = [stand_in(role, die_of_poison) for role in ("prefill", "decode") for _ in range(4)]
     for instance in instances:
-        instance.told["engine"] = engine
+        instance.extra_fields["engine"] = engine
     router = make_router(*instances, splitwise=True)
     for _ in range(8 if is_warm else 0):
         assert router.chat().status_code == 200
@@ -172,7 +172,7 @@ def test_a_request_that_ends_instances_ends_three_after_a_stale_connection(
     instances = [stand_in("prefill", die(f"prefill {number}", is_prefill=True)) for number in range(INSTANCES)]
     instances += [stand_in("decode", die(f"decode {number}", is_prefill=False)) for number in range(4)]
     for instance in instances:
-        instance.told["engine"] = "sglang"
+        instance.extra_fields["engine"] = "sglang"
     router = make_router(*instances, splitwise=True, prefill_policy="round_robin", decode_policy="consistent_hash")
     for _ in range(INSTANCES):  # all prefill instances and one decode instance have an idle connection
         assert router.chat(user="u").status_code == 200

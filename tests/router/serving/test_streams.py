@@ -262,7 +262,7 @@ def test_ids_are_hidden_in_the_form_of_the_engine_that_answers(
 
     bad = stand_in("mixed", send(cut=True))
     good = stand_in("mixed", send(*(event(**{name: [number]}) for number in range(3))))
-    bad.told["engine"], good.told["engine"] = "fastdeploy" if engine == "vllm" else "vllm", engine
+    bad.extra_fields["engine"], good.extra_fields["engine"] = "fastdeploy" if engine == "vllm" else "vllm", engine
     router = make_router(bad, good)
     while not bad.received:
         with router.stream() as response:

@@ -80,7 +80,7 @@ def test_no_text_of_a_prompt_a_response_a_key_a_query_or_an_error_is_recorded(
     fields = {"kv_connector": "nixl", "engine": "vllm"}
     pair = stand_in("prefill", answers(400, error)), stand_in("decode", streams(echo.decode()))
     for instance in pair:
-        instance.told = fields
+        instance.extra_fields = fields
     router = start_recording(make_router, folder, *pair, splitwise=True, api_keys_file=str(keys))
     body = {"request_id": "r", "messages": [{"role": "user", "content": "SECRET prompt"}], "metadata": "SECRET"}
     headers = {"authorization": "Bearer SECRET-key", "x-other": "SECRET"}

@@ -77,7 +77,7 @@ def test_a_request_its_attempt_and_its_legs_form_one_tree_under_the_clients_span
     ]
     assert first.attributes["router.policy"] == "pool_aware"
     assert first.attributes["router.predicted_cached_tokens"] == 0
-    assert {span.trouble for span in receiver.spans} == {None}
+    assert {span.error for span in receiver.spans} == {None}
     assert {span.trace_id for span in receiver.spans} == {TRACE}
     assert is_within(attempt, request)
     assert is_within(second, attempt)
@@ -122,10 +122,10 @@ def test_a_retried_request_has_two_attempts_and_the_failed_one_names_its_error(
     first, second = receiver.find(name="attempt", router_request_id=retried)
     assert (first.attributes["router.attempt"], second.attributes["router.attempt"]) == (1, 2)
     assert first.end <= second.start
-    assert (first.trouble, second.trouble) == (f"{bad.key} answered with 500", None)
+    assert (first.error, second.error) == (f"{bad.key} answered with 500", None)
     (failed,) = [leg for leg in find_children(receiver, first) if leg.name == "decode leg"]
-    assert (failed.trouble, failed.attributes["http.response.status_code"]) == (f"{bad.key} answered with 500", 500)
-    assert [leg.trouble for leg in find_children(receiver, second)] == [None, None]
+    assert (failed.error, failed.attributes["http.response.status_code"]) == (f"{bad.key} answered with 500", 500)
+    assert [leg.error for leg in find_children(receiver, second)] == [None, None]
     assert len({span.span_id for span in receiver.spans}) == len(receiver.spans)
 
 
@@ -133,7 +133,7 @@ def test_decode_after_prefill_gets_the_id_of_its_leg_or_has_no_leg(
     receiver: OtlpReceiver, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
-    prefill.told = decode.told = {"engine": "openai"}
+    prefill.extra_fields = decode.extra_fields = {"engine": "openai"}
     router = make_router(prefill, decode, splitwise=True)
     assert chat(router, TRACED).status_code == 200
     first, second = receiver.wait_for(2, kind="client")
@@ -144,7 +144,7 @@ def test_decode_after_prefill_gets_the_id_of_its_leg_or_has_no_leg(
     prefill.behave = answers(400, b"{}")
     assert chat(router, TRACED).status_code == 400
     (alone,) = receiver.wait_for(1, kind="client")
-    assert (alone.name, alone.trouble) == ("prefill leg", f"{prefill.key} answered with 400")
+    assert (alone.name, alone.error) == ("prefill leg", f"{prefill.key} answered with 400")
 
 
 def test_a_failed_request_is_an_error_with_a_description(
@@ -153,7 +153,7 @@ def test_a_failed_request_is_an_error_with_a_description(
     router = make_router(stand_in("mixed", cuts()))
     assert chat(router).status_code == 502
     (request,) = receiver.wait_for(1, kind="server")
-    assert "closed the connection" in (request.trouble or "")
+    assert "closed the connection" in (request.error or "")
     assert request.attributes["error.type"] == "mixed_failed"
 
 
@@ -165,14 +165,14 @@ def test_the_spans_of_a_canceled_request_say_that_the_client_left(
         router.client.post("/v1/chat/completions", json={"messages": []}, timeout=0.2)
     (request,) = receiver.wait_for(1, kind="server")
     (leg,) = receiver.wait_for(1, kind="client")
-    assert (request.trouble, leg.trouble) == ("the client left", "given up: the client left")
+    assert (request.error, leg.error) == ("the client left", "given up: the client left")
 
 
 def test_the_span_of_a_refused_request_is_no_error(receiver: OtlpReceiver, make_router: MakeRouter) -> None:
     router = make_router()
     assert router.client.post("/v1/chat/completions", content=b"{").status_code == 400
     (request,) = receiver.wait_for(1, kind="server")
-    assert (request.trouble, request.attributes["error.type"]) == (None, "invalid_body")
+    assert (request.error, request.attributes["error.type"]) == (None, "invalid_body")
 
 
 def test_an_unsampled_request_is_not_traced_and_its_headers_are_forwarded(

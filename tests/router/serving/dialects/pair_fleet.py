@@ -84,7 +84,7 @@ def serve_strictly(dialect: str, instances: Sequence[StandIn], stand_in: MakeSta
         has_bootstrap = dialect == "mooncake" and instance.role == "prefill"
         vllm.serve(instance, stand_in("mixed") if has_bootstrap else None)
         if dialect == "openai":
-            instance.told = {"engine": "openai"}
+            instance.extra_fields = {"engine": "openai"}
     return vllm
 
 

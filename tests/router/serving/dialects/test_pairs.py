@@ -116,7 +116,7 @@ def test_a_mixed_instance_gets_no_members_for_pairs_from_a_client(
     make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn], engine: str
 ) -> None:
     instance = stand_in("mixed")
-    instance.told["engine"] = engine
+    instance.extra_fields["engine"] = engine
     own: dict[str, Any] = {"bootstrap_host": "elsewhere", "bootstrap_port": 1, "bootstrap_room": 7}
     for name in ("disaggregate_info", "kv_transfer_params", "ec_transfer_params"):
         own[name] = {"remote_host": "elsewhere"}

@@ -43,7 +43,7 @@ class Breaking:
         self.legs: list[dict[str, Any]] = []
 
     def serve(self, instance: StandIn) -> StandIn:
-        instance.told, instance.behave = {**instance.told, **self.fields}, self._behave
+        instance.extra_fields, instance.behave = {**instance.extra_fields, **self.fields}, self._behave
         return instance
 
     async def _behave(self, request: Received, respond: Responder) -> None:

@@ -469,7 +469,7 @@ def test_an_error_of_the_pair_is_a_preemption() -> None:
 
 
 def test_a_response_begins_again_if_a_stop_string_may_have_begun() -> None:
-    engine = Engine([b"x", b"a", b"b"], tells_text=True)
+    engine = Engine([b"x", b"a", b"b"], returns_text=True)
     merger = ResponseMerger(_body(stop="ab"))
     merger.feed(200, engine.answer({}, 0, 2))
     assert merger.resume_members() == {}
@@ -478,7 +478,7 @@ def test_a_response_begins_again_if_a_stop_string_may_have_begun() -> None:
 @pytest.mark.parametrize("member", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "hm"}])
 def test_a_response_with_more_than_text_begins_again(member: dict[str, Any]) -> None:
     merger = ResponseMerger(_body())
-    merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
+    merger.feed(200, Engine([b"a", b"b"], returns_text=True).answer({}, 0, 1))
     last = {"choices": [{"index": 0, "message": {"content": "b", **member}, "finish_reason": "stop"}]}
     assert merger.feed(200, orjson.dumps(last)) is None
     assert merger.resume_members() == {}
@@ -494,13 +494,13 @@ def test_a_response_with_more_than_text_begins_again(member: dict[str, Any]) -> 
 )
 def test_a_response_that_cannot_be_merged_exactly_begins_again(members: dict[str, Any]) -> None:
     merger = ResponseMerger(_body(**members))
-    merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
+    merger.feed(200, Engine([b"a", b"b"], returns_text=True).answer({}, 0, 1))
     assert merger.resume_members() == {}
 
 
 @pytest.mark.parametrize("status", [300, 500])
 def test_an_error_after_a_preemption_is_not_changed(status: int) -> None:
-    engine = Engine([b"a", b"b"], tells_text=True)
+    engine = Engine([b"a", b"b"], returns_text=True)
     merger = ResponseMerger(_body())
     merger.feed(200, engine.answer({}, 0, 1))
     last = engine.answer(merger.resume_members(), 1, None)
@@ -522,14 +522,14 @@ def test_a_response_continues_before_an_incomplete_character_that_was_detokenize
 
 def test_a_response_of_only_an_incomplete_character_begins_again_without_detokenize() -> None:
     merger = ResponseMerger(_body())
-    merger.feed(200, Engine([b"\xe4", b"\xb8", b"\xad"], tells_text=True).answer({}, 0, 1))
+    merger.feed(200, Engine([b"\xe4", b"\xb8", b"\xad"], returns_text=True).answer({}, 0, 1))
     assert merger.ids_to_detokenize is None
     assert merger.resume_members() == {}
 
 
 def test_a_merged_response_has_the_reasoning_tokens_that_the_engine_counted() -> None:
     merger = ResponseMerger(_body())
-    merger.feed(200, Engine([b"a", b"b"], tells_text=True).answer({}, 0, 1))
+    merger.feed(200, Engine([b"a", b"b"], returns_text=True).answer({}, 0, 1))
     usage = {"prompt_tokens": 5, "completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": 0}}
     last = merger.feed(200, orjson.dumps({"choices": [{"message": {"content": "b"}}], "usage": usage}))
     assert json.loads(last or b"")["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
