@@ -1,4 +1,4 @@
-"""vLLM's cached blocks that the pool was given: which of them are still there, and in which order they are reused."""
+"""vLLM's cached blocks that were saved to the pool: those that are still cached, and the order of their reuse."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.support.waiting import wait_until
 
 
 class Scheduler:
-    """vLLM's blocks and what is done with them; posts run when they are told to."""
+    """vLLM's blocks and the calls for them. The test runs the posted functions."""
 
-    def __init__(self, *there: int) -> None:
+    def __init__(self, *num_present: int) -> None:
         self.blocks = [SimpleNamespace(block_hash=f"h{number}") for number in range(10)]
         self.posts: list[Callable[[], None]] = []
         self.saved: list[tuple[list[bytes], list[int]]] = []
@@ -27,7 +27,7 @@ class Scheduler:
             SimpleNamespace(
                 exists=lambda names, for_all, most=most: ([Status.OK] * most + [Status.ABSENT] * 9)[: len(names)]
             )
-            for most in there or (9,)
+            for most in num_present or (9,)
         ]
         self.cached = CachedBlocks(
             pools,
@@ -42,11 +42,11 @@ class Scheduler:
         on_end()
 
     def save_again(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """The answer to a refill, whose thread waits for a step."""
+        """Return the result of ``save_again``, which waits for a step in a thread of its own."""
         answers: list[tuple[int, int]] = []
         asking = threading.Thread(target=lambda: answers.append(self.cached.save_again(names)), daemon=True)
         asking.start()
-        wait_until(lambda: bool(self.posts), "what is to be done in the next step")
+        wait_until(lambda: bool(self.posts), "the function for the next step")
         self.posts.pop()()
         asking.join(10.0)
         return answers[0]
@@ -55,17 +55,17 @@ class Scheduler:
 A, B, C, D = b"a", b"b", b"c", b"d"
 
 
-def test_those_given_to_the_pool_last_come_first_and_of_them_the_beginning() -> None:
+def test_the_latest_saves_are_listed_first_and_each_save_from_its_beginning() -> None:
     scheduler = Scheduler()
     scheduler.cached.note_blocks([A, B], [1, 2])
     scheduler.cached.note_blocks([C], [3])
     assert scheduler.cached.list_saved_blocks(9) == [C, A, B]
     assert scheduler.cached.list_saved_blocks(2) == [C, A]
     scheduler.cached.note_blocks([B], [2])
-    assert scheduler.cached.list_saved_blocks(9) == [B, C, A], "it was given again"
+    assert scheduler.cached.list_saved_blocks(9) == [B, C, A], "B was saved again"
 
 
-def test_blocks_that_hold_something_else_by_now_are_left_out() -> None:
+def test_blocks_with_new_contents_are_not_listed() -> None:
     scheduler = Scheduler()
     scheduler.blocks[0].block_hash = scheduler.blocks[1].block_hash = None
     scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
@@ -83,7 +83,7 @@ def test_blocks_without_a_hash_of_their_own_are_not_noted() -> None:
     assert scheduler.cached.list_saved_blocks(9) == []
 
 
-def test_beyond_the_limit_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_blocks_are_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_NAMES", 2)
     scheduler = Scheduler()
     scheduler.cached.note_blocks([A], [1])
@@ -93,7 +93,7 @@ def test_beyond_the_limit_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPat
     assert scheduler.cached.list_saved_blocks(9) == [C, B]
 
 
-def test_after_a_reset_none_is_known() -> None:
+def test_a_reset_forgets_all_blocks() -> None:
     scheduler = Scheduler()
     scheduler.cached.note_blocks([A], [1])
     scheduler.cached.forget_all()
@@ -101,7 +101,7 @@ def test_after_a_reset_none_is_known() -> None:
     assert scheduler.save_again([A]) == (0, 0)
 
 
-def test_those_that_are_still_cached_are_saved_again_and_counted() -> None:
+def test_the_blocks_that_are_still_cached_are_saved_again_and_counted() -> None:
     scheduler = Scheduler()
     scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
     scheduler.blocks[2].block_hash = "another"
@@ -109,13 +109,13 @@ def test_those_that_are_still_cached_are_saved_again_and_counted() -> None:
     assert scheduler.saved == [([A, C], [1, 3])]
 
 
-def test_a_block_counts_only_where_every_rank_has_it() -> None:
+def test_a_block_is_counted_only_if_every_rank_has_it() -> None:
     scheduler = Scheduler(9, 1)
     scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
     assert scheduler.save_again([A, B, C]) == (3, 1)
 
 
-def test_at_the_end_of_a_round_they_are_in_the_order_of_before() -> None:
+def test_the_end_of_a_round_restores_the_order_of_reuse() -> None:
     scheduler = Scheduler()
     scheduler.cached.note_blocks([A, B, C], [1, 2, 3])
     scheduler.blocks[2].block_hash = None
@@ -125,7 +125,7 @@ def test_at_the_end_of_a_round_they_are_in_the_order_of_before() -> None:
     assert scheduler.touched == [[3, 1]]
 
 
-def test_without_a_step_in_time_none_is_saved_then_or_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_step_before_the_deadline_no_block_is_saved_then_or_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SAVE_SECONDS", 0.0)
     scheduler = Scheduler()
     scheduler.cached.note_blocks([A], [1])
@@ -134,12 +134,12 @@ def test_without_a_step_in_time_none_is_saved_then_or_later(monkeypatch: pytest.
     assert scheduler.saved == []
 
 
-def test_closing_ends_the_wait_for_a_step() -> None:
+def test_close_ends_the_wait_for_a_step() -> None:
     scheduler = Scheduler()
     answers: list[tuple[int, int]] = []
     asking = threading.Thread(target=lambda: answers.append(scheduler.cached.save_again([A])), daemon=True)
     asking.start()
-    wait_until(lambda: bool(scheduler.posts), "the wait")
+    wait_until(lambda: bool(scheduler.posts), "the function for the next step")
     scheduler.cached.close()
     asking.join(10.0)
     assert answers == [(1, 0)]

@@ -1,4 +1,4 @@
-"""How long steps take, on the host and on a device that lags behind it."""
+"""The duration of steps, on the host and on a device, which runs later than the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvstore_backend.integrations.vllm.clock import DeviceClock, HostClock
 
 
 class Device:
-    """A stream whose work ends when the test says so; its time counts the marks that were put behind its work."""
+    """A stream of a GPU. The test sets how many marks have ended, and the time is the number of marks."""
 
     def __init__(self) -> None:
         self.queued = self.ended = 0
@@ -33,7 +33,7 @@ class Event:
         return 1000.0 * (end_event.at - self.at)
 
 
-def test_on_the_host_a_step_has_ended_when_it_returns() -> None:
+def test_on_the_host_a_step_ends_when_it_returns() -> None:
     clock = HostClock()
     for num_tokens in (5, 0, 7):
         clock.begin()
@@ -42,7 +42,7 @@ def test_on_the_host_a_step_has_ended_when_it_returns() -> None:
     assert clock.take_steps() == []
 
 
-def test_on_a_device_a_step_is_told_once_the_device_has_done_it() -> None:
+def test_on_a_device_a_step_is_reported_after_the_device_has_ended_it() -> None:
     device = Device()
     clock = DeviceClock(device.make_mark)
     for num_tokens in (5, 7):
@@ -55,7 +55,7 @@ def test_on_a_device_a_step_is_told_once_the_device_has_done_it() -> None:
     assert clock.take_steps() == [(7, 1.0)]
 
 
-def test_steps_without_prompts_cost_no_event_at_their_end() -> None:
+def test_a_step_without_prompts_records_no_event_at_its_end() -> None:
     device = Device()
     clock = DeviceClock(device.make_mark)
     clock.begin()

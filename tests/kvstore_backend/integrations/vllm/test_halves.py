@@ -1,7 +1,7 @@
-"""The vLLM connector's two halves over a real store, driven as vLLM's scheduler and worker drive them.
+"""The two halves of the vLLM connector with a real store. The tests call them as vLLM's scheduler and worker do.
 
-vLLM itself is too large for CI: ``benchmarks/vllm_connector.py`` runs the connector in it, and
-``test_connector.py`` compares it with the calls of the installed vLLM, where one is installed.
+vLLM itself is too large for CI. ``benchmarks/vllm_connector.py`` runs the connector in vLLM, and ``test_connector.py``
+tests it with the classes of an installed vLLM.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ LAYERS = 3
 
 
 class Block(int):
-    """One of vLLM's blocks, a number here, with the hash of its contents while they are cached."""
+    """A block of vLLM: its number, and the hash of its contents while they are cached."""
 
     block_hash: bytes | None = None
     is_null = False
 
 
 class Blocks:
-    """vLLM's block pool, as far as reference counts, hashes and the order of reuse go."""
+    """vLLM's block pool: its reference counts, its hashes and its order of reuse."""
 
     def __init__(self) -> None:
         self.blocks = [Block(number) for number in range(NUM_BLOCKS)]
         self.freed: list[int] = []
-        """Blocks in the order they came back."""
+        """The freed blocks, in order."""
         self.held = [0] * NUM_BLOCKS
         self.in_use = False
-        """Whether requests hold blocks, too."""
+        """Whether requests hold blocks."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
         for block in blocks:
@@ -77,14 +77,14 @@ class Blocks:
         return True
 
     def cache(self, request: Request, table: Sequence[int]) -> None:
-        """Know the contents of a request's blocks by their hashes."""
+        """Set the hashes of a request's blocks."""
         for block_hash, block in zip(request.block_hashes, table, strict=False):
             self.blocks[block].block_hash = block_hash
 
 
 @dataclass
 class Request:
-    """vLLM's request, as far as the connector looks at it."""
+    """The part of vLLM's request that the connector uses."""
 
     request_id: str
     token_ids: list[int]
@@ -110,7 +110,7 @@ class Request:
 
 
 class Instance:
-    """One vLLM instance: KV memory, a scheduler half, and one worker half for each rank."""
+    """A vLLM instance: KV memory, a scheduler half, and a worker half for each rank."""
 
     def __init__(
         self,
@@ -135,13 +135,13 @@ class Instance:
         self.use_scheduler(self.scheduler)
 
     def use_scheduler(self, scheduler: SchedulerHalf) -> None:
-        """Have it plan this instance's steps, from the first on."""
+        """Use this scheduler half for all steps."""
         self.scheduler = scheduler
         scheduler.learn_namespaces([worker.namespace for worker in self.workers])
         scheduler.bind_blocks(self.blocks)
 
     def match_request(self, request: Request, num_computed: int = 0) -> int:
-        """The scheduler's answer once the look-up has ended."""
+        """Return the scheduler's answer after the end of the look-up."""
         answers: list[int | None] = []
 
         def has_answer() -> bool:
@@ -153,17 +153,17 @@ class Instance:
         return answers[-1]
 
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Loaded:
-        """One step of the engine; ends when all transfers it began have been reported."""
+        """Run one step of the engine, and wait until all its transfers are reported."""
         self.begin(scheduled, tables)
         return self.end_transfers()
 
     def reset(self, *, with_connector: bool = True) -> bool:
-        """vLLM's ``reset_prefix_cache``: its own cache, then the connector's."""
+        """Call vLLM's ``reset_prefix_cache``: reset its own cache, then the connector's."""
         is_reset: bool = self.blocks.reset_prefix_cache()
         return (self.scheduler.forget_blocks() and is_reset) if with_connector else is_reset
 
     def begin(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Plan:
-        """The step's plan, given to the workers as vLLM does: pickled."""
+        """Plan a step, and send the pickled plan to the workers, as vLLM does."""
         plan: Plan = pickle.loads(pickle.dumps(self.scheduler.plan_step(scheduled, tables.__getitem__)))
         for worker in self.workers:
             worker.start_loads(plan.loads)
@@ -172,13 +172,13 @@ class Instance:
         return plan
 
     def end_transfers(self) -> Loaded:
-        """Steps without work, until nothing is pinned."""
+        """Run steps without work until no block is pinned."""
         total = Loaded()
         wait_until(lambda: self.idle_step(total), "all transfers")
         return total
 
     def idle_step(self, total: Loaded) -> bool:
-        """One step without work; whether nothing is pinned after it."""
+        """Run a step without work; return whether no block is pinned after it."""
         reports = Report()
         for worker in self.workers:
             loaded, report = worker.take_outcomes()
@@ -190,7 +190,7 @@ class Instance:
         return not self.scheduler.has_pins
 
     def compute(self, request: Request, table: list[int]) -> None:
-        """Compute all of a request at once: its KV is a function of its hashes; then finish it."""
+        """Compute a whole request in one step, with KV that is a function of the hashes, and end it."""
         self.scheduler.on_allocation(request, lambda: table, 0)
         for block_hash, block in zip(request.block_hashes, table, strict=False):
             for layer, tensor in enumerate(self.kv):
@@ -201,13 +201,13 @@ class Instance:
         self.end_transfers()
 
     def load(self, request: Request, table: list[int], num_computed: int = 0) -> Loaded:
-        """Load the matched blocks into the request's."""
+        """Load the matched blocks of a request into the blocks of ``table``."""
         matched = self.match_request(request, num_computed)
         self.scheduler.on_allocation(request, lambda: table, matched)
         return self.step({}, {})
 
     def has(self, request: Request, index: int, block: int) -> bool:
-        """Whether ``block`` holds the KV of the request's block ``index``."""
+        """Return whether ``block`` has the KV of block ``index`` of the request."""
         return all(
             bool((tensor[block] == content(request.block_hashes[index], layer)).all())
             for layer, tensor in enumerate(self.kv)
@@ -238,7 +238,7 @@ def two(store: StorageBackend) -> Iterator[tuple[Instance, Instance]]:
         yield first, second
 
 
-def test_what_one_instance_computes_another_loads(two: tuple[Instance, Instance]) -> None:
+def test_an_instance_loads_blocks_that_another_computed(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(), [7, 3, 5, 1, 2, 9])
     request = make_request(name="b")
@@ -248,20 +248,20 @@ def test_what_one_instance_computes_another_loads(two: tuple[Instance, Instance]
     assert all(second.has(request, index, block) for index, block in enumerate([4, 8, 11, 10, 6]))
 
 
-def test_prompts_with_images_use_no_pool_where_chunks_decide_their_kv(store: StorageBackend) -> None:
+def test_prompts_with_images_do_not_use_the_pool_with_skips_media(store: StorageBackend) -> None:
     with (
         contextlib.closing(Instance(store, skips_media=True)) as first,
         contextlib.closing(Instance(store, skips_media=True)) as second,
     ):
         table = [7, 3, 5, 1, 2, 9]
         first.compute(make_request(mm_features=["an image"]), table)
-        assert second.match_request(make_request(name="b")) == 0, "nothing was saved"
+        assert second.match_request(make_request(name="b")) == 0, "no block was saved"
         first.compute(make_request(name="c"), table)
         assert second.match_request(make_request(name="d", mm_features=["an image"])) == 0
         assert second.match_request(make_request(name="e")) == 20
 
 
-def test_what_the_instance_has_itself_is_not_asked_for(two: tuple[Instance, Instance]) -> None:
+def test_blocks_in_the_own_cache_are_not_loaded(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(), [0, 1, 2, 3, 4, 5])
     request = make_request(name="b")
@@ -271,7 +271,7 @@ def test_what_the_instance_has_itself_is_not_asked_for(two: tuple[Instance, Inst
     assert all(second.has(request, index, 20 + index) for index in (2, 3, 4))
 
 
-def test_chunks_of_a_prompt_are_saved_as_they_become_full(two: tuple[Instance, Instance]) -> None:
+def test_each_chunk_of_a_prompt_saves_its_full_blocks(two: tuple[Instance, Instance]) -> None:
     first, second = two
     request, table = make_request(), [0, 1, 2, 3, 4, 5]
     first.scheduler.on_allocation(request, lambda: table, 0)
@@ -282,7 +282,7 @@ def test_chunks_of_a_prompt_are_saved_as_they_become_full(two: tuple[Instance, I
     assert second.match_request(make_request(name="late")) == 20
 
 
-def test_a_request_that_was_preempted_loads_its_own_blocks_into_others(two: tuple[Instance, Instance]) -> None:
+def test_a_preempted_request_loads_its_saved_blocks_into_new_blocks(two: tuple[Instance, Instance]) -> None:
     first, second = two
     request = make_request()
     for index, block_hash in enumerate(request.block_hashes[:3]):
@@ -298,19 +298,19 @@ def test_a_request_that_was_preempted_loads_its_own_blocks_into_others(two: tupl
     assert second.match_request(make_request(name="b")) == 20
 
 
-def test_requests_of_another_salt_find_nothing(two: tuple[Instance, Instance]) -> None:
+def test_requests_with_another_salt_find_no_block(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(salt="mine"), [0, 1, 2, 3, 4, 5])
     assert second.match_request(make_request(salt="yours")) == 0
 
 
-def test_instances_of_another_block_size_find_nothing(store: StorageBackend) -> None:
+def test_instances_with_another_block_size_find_no_block(store: StorageBackend) -> None:
     with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store, block_size=8)) as second:
         first.compute(make_request(), [0, 1, 2, 3, 4, 5])
         assert second.match_request(make_request()) == 0
 
 
-def test_a_block_counts_only_where_every_rank_has_it(store: StorageBackend) -> None:
+def test_a_block_is_a_hit_only_if_every_rank_has_it(store: StorageBackend) -> None:
     with contextlib.closing(Instance(store, ranks=2)) as two_ranks:
         two_ranks.compute(make_request(), [0, 1, 2, 3, 4, 5])
         lost = two_ranks.workers[1].namespace.key(make_request().block_hashes[2])
@@ -319,29 +319,29 @@ def test_a_block_counts_only_where_every_rank_has_it(store: StorageBackend) -> N
         assert two_ranks.match_request(make_request(name="c")) == 8
 
 
-def test_a_request_that_runs_at_a_reset_saves_nothing_under_the_names_of_after_it(
+def test_a_request_that_runs_during_a_reset_saves_no_block_after_it(
     two: tuple[Instance, Instance],
 ) -> None:
     first, _ = two
     request, table = make_request(), [0, 1, 2, 3, 4, 5]
     first.scheduler.on_allocation(request, lambda: table, 0)
     first.step({"a": 10}, {"a": table})
-    assert first.reset(), "vLLM has preempted it, so that its own cache is empty"
+    assert first.reset(), "vLLM has preempted the request, so its own cache is empty"
     request.num_computed_tokens = 10
     assert first.begin({"a": 12}, {"a": table}).saves == []
     request.num_computed_tokens = 22
     first.scheduler.on_request_end(request, table)
     assert first.begin({}, {}).saves == []
     first.compute(make_request(name="b"), [6, 7, 8, 9, 10, 11])
-    assert first.match_request(make_request(name="c")) == 20, "a request that began after it is shared"
+    assert first.match_request(make_request(name="c")) == 20, "blocks of a request after the reset are shared"
 
 
-def test_where_vllms_own_cache_keeps_blocks_of_before_a_reset_nothing_is_loaded_or_saved_until_the_next(
+def test_after_a_failed_reset_of_vllms_cache_no_block_is_loaded_or_saved_until_a_reset_succeeds(
     two: tuple[Instance, Instance],
 ) -> None:
     first, _ = two
     first.blocks.in_use = True
-    assert not first.reset(), "vLLM is told that the reset has failed"
+    assert not first.reset(), "vLLM learns that the reset has failed"
     first.compute(make_request(name="b"), [0, 1, 2, 3, 4, 5])
     assert first.match_request(make_request(name="c")) == 0
     first.blocks.in_use = False
@@ -351,27 +351,29 @@ def test_where_vllms_own_cache_keeps_blocks_of_before_a_reset_nothing_is_loaded_
     assert first.match_request(make_request(name="f")) == 20
 
 
-def test_a_reset_of_vllms_own_cache_long_ago_does_not_vouch_for_it(two: tuple[Instance, Instance]) -> None:
+def test_an_earlier_reset_of_vllms_own_cache_does_not_count(two: tuple[Instance, Instance]) -> None:
     first, _ = two
     assert first.reset(with_connector=False)
     first.compute(make_request(), [0, 1, 2, 3, 4, 5])
     assert not first.scheduler.forget_blocks()
 
 
-def test_saves_under_way_do_not_keep_vllm_from_resetting_its_cache(hanging: Hanging) -> None:
+def test_vllm_can_reset_its_cache_during_saves(hanging: Hanging) -> None:
     second = hanging.instance
     hanging.store.faults = [Fault.HANGS]
     request, table = Request("b", list(range(100, 122))), [10, 11, 12, 13, 14, 15]
     second.scheduler.on_allocation(request, lambda: table, 0)
     second.begin({"b": 22}, {"b": table})
     assert second.blocks.reset_prefix_cache()
-    assert [second.blocks.held[block] for block in table] == [1, 1, 1, 1, 1, 0], "a save still reads them"
+    assert [second.blocks.held[block] for block in table] == [1, 1, 1, 1, 1, 0], "a save still reads these blocks"
     hanging.store.go_on()
     second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_a_reset_that_raises_leaves_blocks_of_transfers_held(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_raises_an_exception_does_not_free_the_blocks_of_transfers(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
     second = hanging.instance
     hanging.store.faults = [Fault.HANGS]
     request, table = Request("b", list(range(100, 122))), [10, 11, 12, 13, 14, 15]
@@ -391,7 +393,7 @@ def test_a_reset_that_raises_leaves_blocks_of_transfers_held(hanging: Hanging, m
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_a_block_evicted_after_the_look_up_is_computed_and_what_came_before_is_kept(
+def test_after_an_eviction_between_look_up_and_load_only_the_blocks_from_it_on_are_computed(
     store: StorageBackend, two: tuple[Instance, Instance]
 ) -> None:
     first, second = two
@@ -402,12 +404,12 @@ def test_a_block_evicted_after_the_look_up_is_computed_and_what_came_before_is_k
     loaded = second.load(request, [10, 11, 12, 13, 14, 15])
     assert (loaded.requests, loaded.blocks, loaded.failed) == ({"b"}, {13, 14}, set())
     assert all(second.has(request, index, 10 + index) for index in range(3))
-    assert second.match_request(request) == 0, "the same load would be tried again and again"
+    assert second.match_request(request) == 0, "the request does not repeat the load"
 
 
 @dataclass
 class Hanging:
-    """An instance whose next read hangs until ``store.go_on()``, and is given up."""
+    """An instance with a store that can hang in a call until ``store.go_on()``. The calls have short deadlines."""
 
     instance: Instance
     store: FaultInjector
@@ -425,7 +427,7 @@ def hanging(store: StorageBackend) -> Iterator[Hanging]:
             injector.go_on()
 
 
-def test_blocks_of_a_read_that_was_given_up_stay_pinned_until_it_ends(hanging: Hanging) -> None:
+def test_the_blocks_of_a_late_read_stay_pinned_until_it_ends(hanging: Hanging) -> None:
     second, request = hanging.instance, make_request(name="b")
     matched = second.match_request(request)
     second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
@@ -433,16 +435,16 @@ def test_blocks_of_a_read_that_was_given_up_stay_pinned_until_it_ends(hanging: H
     second.begin({}, {})
     total = Loaded()
     wait_until(lambda: second.idle_step(total) or bool(total.requests), "the end of the load")
-    assert (total.requests, total.blocks, total.failed) == ({"b"}, set(), {"b"}), "it starts anew in other blocks"
+    assert (total.requests, total.blocks, total.failed) == ({"b"}, set(), {"b"}), "the request restarts in other blocks"
     assert all(second.blocks.held[block] == 1 for block in range(10, 15))
     assert second.match_request(request) == 0
     hanging.store.go_on()
     second.end_transfers()
     assert second.blocks.held == [0] * NUM_BLOCKS
-    assert all(bool((tensor[10:15] == 0).all()) for tensor in second.kv), "what the late read left is cleared"
+    assert all(bool((tensor[10:15] == 0).all()) for tensor in second.kv), "the blocks of the late read are cleared"
 
 
-def test_blocks_of_a_write_that_was_given_up_stay_pinned_until_it_ends(hanging: Hanging) -> None:
+def test_the_blocks_of_a_late_write_stay_pinned_until_it_ends(hanging: Hanging) -> None:
     second = hanging.instance
     request = Request("b", list(range(100, 122)))
     second.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], 0)
@@ -458,7 +460,7 @@ def test_blocks_of_a_write_that_was_given_up_stay_pinned_until_it_ends(hanging: 
 
 
 class SlowWrites(FaultInjector):
-    """A store that takes its time to write."""
+    """A store with slow writes."""
 
     def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
         time.sleep(0.2)
@@ -469,28 +471,28 @@ BEFORE_DECODE = {"do_remote_decode": True}
 
 
 def prefill(instance: Instance, request: Request, table: list[int]) -> Plan:
-    """The step that computes the rest of a request; ends when its tokens may be told."""
+    """Run the step that computes the rest of a request; return when vLLM may send its token."""
     if not request.num_computed_tokens:
         instance.scheduler.on_allocation(request, lambda: table, 0)
     count = request.num_tokens - request.num_computed_tokens
     return instance.begin({request.request_id: count}, {request.request_id: table})
 
 
-def test_a_request_for_one_token_is_answered_when_its_blocks_are_in_the_pool(store: StorageBackend) -> None:
+def test_the_response_of_a_prefill_waits_until_its_blocks_are_in_the_pool(store: StorageBackend) -> None:
     with contextlib.closing(Instance(SlowWrites(store))) as first, contextlib.closing(Instance(store)) as second:
         request = make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE)
         first.scheduler.on_allocation(request, lambda: [0, 1, 2, 3, 4, 5], 0)
         assert first.begin({"a": 10}, {"a": [0, 1, 2, 3, 4, 5]}).awaited == []
         request.num_computed_tokens = 10
         plan = prefill(first, request, [0, 1, 2, 3, 4, 5])
-        assert len(plan.awaited) == 2, "the save of its first chunk has not ended either"
+        assert len(plan.awaited) == 2, "the save of the first chunk has not ended"
         assert second.match_request(make_request(name="b")) == 20
         longer = make_request(name="c", kv_transfer_params=BEFORE_DECODE)
         assert prefill(first, longer, [6, 7, 8, 9, 10, 11]).awaited == []
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": True}])
-def test_a_client_that_asks_for_one_token_makes_nobody_wait_for_the_pool(
+def test_a_client_request_for_one_token_does_not_wait_for_its_saves(
     store: StorageBackend, params: dict[str, Any] | None
 ) -> None:
     with contextlib.closing(Instance(SlowWrites(store))) as instance:
@@ -498,7 +500,7 @@ def test_a_client_that_asks_for_one_token_makes_nobody_wait_for_the_pool(
         assert (len(plan.saves), plan.awaited) == (1, [])
 
 
-def test_a_look_up_that_came_too_late_keeps_no_block_from_the_pool(store: StorageBackend) -> None:
+def test_blocks_are_saved_after_a_late_look_up(store: StorageBackend) -> None:
     injector = FaultInjector(store)
     guarded = GuardedBackend(lambda: injector, Deadlines(0.05, 1.0, 1e9))
     wait_until(lambda: guarded.is_ready, "the store")
@@ -515,7 +517,7 @@ def test_a_look_up_that_came_too_late_keeps_no_block_from_the_pool(store: Storag
         injector.go_on()
 
 
-def test_an_answer_does_not_wait_for_a_pool_that_hangs(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_does_not_wait_for_a_pool_that_hangs(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore_backend.integrations.vllm.worker._SAVE_WAIT_SECONDS", 0.05)
     second = hanging.instance
     hanging.store.faults = [Fault.HANGS]
@@ -527,7 +529,7 @@ def test_an_answer_does_not_wait_for_a_pool_that_hangs(hanging: Hanging, monkeyp
     assert second.workers[0].wait_for_saves([1])
 
 
-def test_a_request_that_is_aborted_while_it_loads_saves_nothing(two: tuple[Instance, Instance]) -> None:
+def test_a_request_that_is_aborted_during_its_load_saves_no_block(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(), [0, 1, 2, 3, 4, 5])
     request = make_request(name="b")
@@ -567,70 +569,76 @@ def test_producers_do_not_load_and_consumers_do_not_save(store: StorageBackend) 
         assert consumer.match_request(make_request(name="e")) == 20
 
 
-class TestDecodeBesidePrefill:
-    """Both are given a request at once: decode waits for the blocks that prefill saves."""
+class TestDecodeWaitsForPrefill:
+    """Prefill and decode get a request at the same time. Decode waits for the blocks that prefill saves."""
 
     @pytest.fixture
     def pair(self, store: StorageBackend) -> Iterator[tuple[Instance, Instance]]:
-        with contextlib.closing(Instance(store)) as first, contextlib.closing(decode_instance(store, 60.0)) as second:
+        with (
+            contextlib.closing(Instance(store)) as first,
+            contextlib.closing(make_decode_instance(store, 60.0)) as second,
+        ):
             yield first, second
 
-    def test_it_waits_until_all_blocks_of_the_prompt_are_there(self, pair: tuple[Instance, Instance]) -> None:
+    def test_decode_waits_until_the_pool_has_all_blocks_of_the_prompt(self, pair: tuple[Instance, Instance]) -> None:
         prefill, decode = pair
         request, table, waiting = make_request(), [0, 1, 2, 3, 4, 5], make_request(name="b")
-        keeps_waiting(decode, waiting)
+        assert_still_waits(decode, waiting)
         prefill.scheduler.on_allocation(request, lambda: table, 0)
         prefill.step({"a": 12}, {"a": table})
-        keeps_waiting(decode, waiting)
+        assert_still_waits(decode, waiting)
         request.num_computed_tokens = 12
         prefill.step({"a": 10}, {"a": table})
         assert decode.match_request(waiting) == 20
 
-    def test_when_nothing_comes_it_takes_what_is_there_and_says_so(
+    def test_after_the_wait_decode_loads_the_present_blocks_and_logs_the_missing_ones(
         self, store: StorageBackend, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with contextlib.closing(Instance(store)) as first, contextlib.closing(decode_instance(store, 0.1)) as second:
+        with (
+            contextlib.closing(Instance(store)) as first,
+            contextlib.closing(make_decode_instance(store, 0.1)) as second,
+        ):
             first.compute(make_request(10), [0, 1, 2])
             assert second.match_request(make_request(name="b")) == 8
         assert "Request b: 3 blocks of its prompt did not arrive from a prefill instance" in caplog.text
 
-    def test_a_request_with_an_answer_begun_does_not_wait(self, pair: tuple[Instance, Instance]) -> None:
+    def test_a_request_with_generated_tokens_does_not_wait(self, pair: tuple[Instance, Instance]) -> None:
         prefill, decode = pair
         prefill.compute(make_request(10), [0, 1, 2])
         assert decode.match_request(make_request(name="b", num_output_tokens=12)) == 8
 
-    def test_it_does_not_wait_for_a_pool_that_is_away(self) -> None:
+    def test_decode_does_not_wait_for_a_failed_pool(self) -> None:
         faulty = FaultInjector(MemoryStore(1 << 20))
         guarded = GuardedBackend(lambda: CheckedBackend(faulty))
         assert guarded.wait_ready(10.0)
-        with contextlib.closing(decode_instance(guarded, 60.0)) as instance:
-            keeps_waiting(instance, waiting := make_request(name="b"))
+        with contextlib.closing(make_decode_instance(guarded, 60.0)) as instance:
+            assert_still_waits(instance, waiting := make_request(name="b"))
             faulty.faults = [Fault.FAILED] * 100
             assert instance.match_request(waiting) == 0
 
     def test_an_aborted_request_is_forgotten(self, pair: tuple[Instance, Instance]) -> None:
         _, decode = pair
-        keeps_waiting(decode, waiting := make_request(name="b"))
+        assert_still_waits(decode, waiting := make_request(name="b"))
         decode.scheduler.on_request_end(waiting, [])
         assert len(decode.scheduler._lookups) == 0
 
 
-def decode_instance(store: StorageBackend, prefill_wait_s: float) -> Instance:
+def make_decode_instance(store: StorageBackend, prefill_wait_s: float) -> Instance:
     return Instance(store, prefill_wait_s=prefill_wait_s)
 
 
-def keeps_waiting(instance: Instance, request: Request) -> None:
-    """Looked up twice and more, and still not known."""
+def assert_still_waits(instance: Instance, request: Request) -> None:
+    """Check that the request has no answer after three further look-ups."""
     answers: list[object] = []
 
-    def looked_up_again() -> bool:
+    def looks_up_again() -> bool:
         instance.scheduler.plan_step({}, dict[str, list[int]]().__getitem__)
         before = instance.scheduler.num_lookups
         answers.append(instance.scheduler.matched_tokens(request, 0))
         return instance.scheduler.num_lookups > before
 
-    for which in ("first", "second", "third"):
-        wait_until(looked_up_again, f"the {which} look-up")
+    for ordinal in ("first", "second", "third"):
+        wait_until(looks_up_again, f"the {ordinal} look-up")
     assert set(answers) == {None}
 
 
@@ -647,8 +655,8 @@ def test_both_halves_count_under_their_namespace(two: tuple[Instance, Instance])
     assert second.workers[0].take_counts() == {}
 
 
-class Life:
-    """An instance whose requests begin, load, compute, end and are preempted in any order, over a faulty store."""
+class BusyInstance:
+    """An instance with a faulty store. Its requests begin, load, compute, end and are preempted in any order."""
 
     def __init__(self, route: Route) -> None:
         self.store = FaultInjector(CheckedBackend(MemoryStore(1 << 20)))
@@ -658,7 +666,7 @@ class Life:
         self._free = list(range(NUM_BLOCKS))
 
     def begin(self) -> None:
-        """A request of one of two prompts asks for its blocks, and gets them if there are any."""
+        """Begin a request with one of two prompts, if enough blocks are free."""
         if len(self._free) < 6:
             return
         self._number += 1
@@ -669,7 +677,7 @@ class Life:
         self.instance.scheduler.on_allocation(request, lambda: table, matched)
 
     def compute(self) -> None:
-        """One step of six tokens for every request."""
+        """Run a step with up to six tokens of each request."""
         running = {name: (request, table) for name, (request, table) in self._requests.items()}
         counts = {name: min(6, 22 - request.num_computed_tokens) for name, (request, _) in running.items()}
         self.instance.begin(counts, {name: table for name, (_, table) in running.items()})
@@ -677,14 +685,14 @@ class Life:
             request.num_computed_tokens += counts[name]
 
     def end(self) -> None:
-        """The oldest request ends, or is aborted, wherever it is."""
+        """End the oldest request, or abort it if it is not finished."""
         if self._requests:
             request, table = self._requests.pop(next(iter(self._requests)))
             self.instance.scheduler.on_request_end(request, table)
             self._free += [block for block in table if not self.instance.blocks.held[block]]
 
     def preempt(self) -> None:
-        """The last one loses its blocks, and gets others."""
+        """Preempt the latest request: it gets new blocks."""
         if self._requests and len(self._free) >= 6:
             name, (request, _) = self._requests.popitem()
             table = [self._free.pop() for _ in range(6)]
@@ -693,15 +701,15 @@ class Life:
             self.instance.scheduler.on_allocation(request, lambda: table, 0)
 
     def report(self) -> None:
-        """What workers have to say arrives."""
+        """Send the workers' reports to the scheduler."""
         self.instance.idle_step(Loaded())
 
     def reset(self) -> None:
-        """vLLM's caches are reset."""
+        """Reset vLLM's caches."""
         self.instance.reset()
 
     def finish(self) -> None:
-        """All requests end, and the store does what it was asked."""
+        """End all requests and all transfers, without further faults."""
         while self._requests:
             self.end()
         self.store.faults = []
@@ -721,49 +729,51 @@ FAULTS = [Fault.FAILED, Fault.FAILED_HALF_WAY, Fault.RAISES, Fault.FALSE_ABSENT,
     ),
     faults=strategies.lists(strategies.sampled_from(FAULTS), max_size=12),
 )
-def test_whatever_happens_to_requests_and_the_pool_nothing_stays_held(
+def test_no_block_stays_held_after_any_actions_and_faults(
     route: Route, actions: list[str], faults: list[Fault]
 ) -> None:
-    life = Life(route)
-    with contextlib.closing(life.instance):
-        life.store.faults = faults
+    busy = BusyInstance(route)
+    with contextlib.closing(busy.instance):
+        busy.store.faults = faults
         for action in actions:
-            getattr(life, action)()
-        life.finish()
-        scheduler, worker = life.instance.scheduler, life.instance.workers[0]
-        assert life.instance.blocks.held == [0] * NUM_BLOCKS
+            getattr(busy, action)()
+        busy.finish()
+        scheduler, worker = busy.instance.scheduler, busy.instance.workers[0]
+        assert busy.instance.blocks.held == [0] * NUM_BLOCKS
         assert (scheduler._pins, scheduler._requests, scheduler._short_loads) == ({}, {}, set())
         assert (len(scheduler._lookups), scheduler.has_pins, worker._saving) == (0, False, set())
 
 
-def learn_figures(instance: Instance, *, load_seconds: float, compute_seconds: float) -> None:
-    """Tell the scheduler how long loading a block has taken, four times, and computing one."""
+def report_speeds(instance: Instance, *, load_seconds: float, compute_seconds: float) -> None:
+    """Report to the scheduler four times how long a block takes to load, and to compute."""
     report = Report(loads=[(100, 100 * load_seconds)] * 4, steps=[(100 * BLOCK, 100 * compute_seconds)] * 4)
     instance.scheduler.on_report(report)
 
 
-def test_what_takes_longer_to_load_than_to_compute_is_computed(two: tuple[Instance, Instance]) -> None:
+def test_blocks_are_computed_if_a_load_takes_longer(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(), [7, 3, 5, 1, 2, 9])
-    learn_figures(second, load_seconds=1.0, compute_seconds=0.5)
+    report_speeds(second, load_seconds=1.0, compute_seconds=0.5)
     request = make_request(name="b")
-    assert [second.match_request(request) for _ in range(30)] == [0] * 30, "decided once, however often vLLM asks"
+    assert [second.match_request(request) for _ in range(30)] == [0] * 30, (
+        "the decision is made once, however often vLLM calls"
+    )
     second.scheduler.on_allocation(request, lambda: [4, 8, 11, 10, 6, 0], 0)
     assert second.step({}, {}).requests == set()
-    learn_figures(second, load_seconds=0.1, compute_seconds=0.5)
+    report_speeds(second, load_seconds=0.1, compute_seconds=0.5)
     assert second.match_request(make_request(name="c")) == 20
     (counts,) = second.scheduler.take_counts().values()
     assert (counts["decide compute"], counts["decide load"]) == (1, 1)
 
 
-def test_blocks_that_a_prefill_instance_computed_for_this_one_are_loaded(store: StorageBackend) -> None:
+def test_decode_always_loads_blocks_of_a_prefill_instance(store: StorageBackend) -> None:
     with contextlib.closing(Instance(store)) as first, contextlib.closing(Instance(store, prefill_wait_s=9)) as second:
         first.compute(make_request(), [7, 3, 5, 1, 2, 9])
-        learn_figures(second, load_seconds=1.0, compute_seconds=0.5)
+        report_speeds(second, load_seconds=1.0, compute_seconds=0.5)
         assert second.match_request(make_request(name="b")) == 20
 
 
-def test_the_scheduler_hears_how_long_loads_and_steps_with_prompts_took(two: tuple[Instance, Instance]) -> None:
+def test_the_workers_report_the_duration_of_loads_and_of_steps_with_prompts(two: tuple[Instance, Instance]) -> None:
     first, second = two
     first.compute(make_request(), [7, 3, 5, 1, 2, 9])
     request, table = make_request(name="b"), [4, 8, 11, 10, 6, 0]
@@ -784,7 +794,7 @@ def test_the_scheduler_hears_how_long_loads_and_steps_with_prompts_took(two: tup
     assert second.scheduler.plan_step({"b": 2}, lambda _: table).num_tokens == 2
     request.num_computed_tokens = 22
     plan = second.scheduler.plan_step({"b": 1}, lambda _: table)
-    assert plan.num_tokens == 0, "a step without prompts says little of computing them"
+    assert plan.num_tokens == 0, "a step without prompts does not show how long prompts take"
     for num_tokens in (2, plan.num_tokens):
         second.workers[0].begin_step()
         second.workers[0].end_step(num_tokens)
@@ -795,7 +805,7 @@ def test_the_scheduler_hears_how_long_loads_and_steps_with_prompts_took(two: tup
 
 
 class Refilled:
-    """An instance with a request's blocks in its cache and in the pool, and its answers to a ``Refill``."""
+    """An instance with a request's blocks in its cache and in the pool, and the ``Holder`` that a ``Refill`` calls."""
 
     def __init__(self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scheduler, "Refill", self._take_holder)
@@ -814,12 +824,12 @@ class Refilled:
         return SimpleNamespace(close=lambda: None)
 
     def lose_all(self) -> None:
-        """Let the pool forget everything."""
+        """Remove all blocks from the pool."""
         for worker in self.instance.workers:
             assert self._store.clear(worker.namespace.prefix) is Status.OK
 
     def save_again(self) -> tuple[int, int]:
-        """The answer to a ``Refill`` that offers all blocks, while the instance makes steps."""
+        """Return the answer to a ``Refill`` that offers all blocks, while the instance runs steps."""
         with ThreadPoolExecutor(1) as refill:
             answer = refill.submit(self.holder.save_again, self.names)
             wait_until(lambda: self.instance.step({}, {}) and answer.done(), "the end of the save")
@@ -845,27 +855,27 @@ def test_cached_blocks_that_the_pool_has_lost_are_saved_again(
     assert all(other.has(request, index, block) for index, block in enumerate([4, 8, 11, 10, 6]))
 
 
-def test_blocks_that_vllm_has_used_for_something_else_are_not_saved_again(refilled: Refilled) -> None:
+def test_blocks_with_new_contents_are_not_saved_again(refilled: Refilled) -> None:
     refilled.instance.blocks.blocks[5].block_hash = b"another's"
     refilled.lose_all()
     assert refilled.save_again() == (4, 4)
     assert refilled.instance.match_request(make_request(name="b")) == 8
 
 
-def test_blocks_of_before_new_weights_are_not_saved_again(refilled: Refilled) -> None:
+def test_blocks_from_before_a_reset_are_not_saved_again(refilled: Refilled) -> None:
     refilled.instance.reset()
     assert refilled.save_again() == (0, 0)
     assert not refilled.holder.list_saved_blocks(9)
 
 
-def test_blocks_of_before_an_operators_clear_are_not_saved_again(refilled: Refilled) -> None:
+def test_blocks_from_before_an_operators_clear_are_not_saved_again(refilled: Refilled) -> None:
     assert refilled.digests == [worker.namespace.digest for worker in refilled.instance.workers]
     refilled.holder.withhold_blocks()
     assert refilled.save_again() == (0, 0)
     assert not refilled.holder.list_saved_blocks(9)
 
 
-def test_blocks_that_were_saved_again_are_reused_in_the_order_of_before(refilled: Refilled) -> None:
+def test_blocks_that_are_saved_again_have_the_same_order_of_reuse_as_before(refilled: Refilled) -> None:
     refilled.save_again()
     refilled.instance.blocks.freed.clear()
     refilled.holder.end_round(refilled.names)

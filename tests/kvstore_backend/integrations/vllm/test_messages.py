@@ -1,4 +1,4 @@
-"""What the halves of the vLLM connector tell each other."""
+"""The messages between the halves of the vLLM connector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from kvstore_backend.integrations.vllm.messages import Report
 
 
-def test_reports_of_several_ranks_add_up() -> None:
+def test_add_report_adds_the_report_of_another_rank() -> None:
     one = Report(Counter({1: 1}), {"a"}, [(2, 0.5)], [(3, 0.25)], {("ad", "/ad"): [b"d"]}, Counter({4: 1}))
     other = Report(Counter({1: 1, 2: 1}), {"b"}, [(4, 1.0)], [(5, 2.0)], {("ad", "/ad"): [None], ("x", "/x"): [b"x"]})
     other.saved[4] = 1
@@ -36,6 +36,6 @@ def test_reports_of_several_ranks_add_up() -> None:
         {"saved": Counter({1: 1})},
     ],
 )
-def test_a_report_with_anything_is_not_empty(content: dict[str, Any]) -> None:
+def test_a_report_with_any_content_is_not_empty(content: dict[str, Any]) -> None:
     assert not Report(**content).is_empty
     assert Report().is_empty

@@ -1,4 +1,4 @@
-"""Over RDMA no byte moves that was not registered: all that vLLM's connector moves is."""
+"""vLLM's connector transfers only registered memory, as RDMA requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Blocks of vLLM's memory that go by way of host buffers, in the stand-in for a GPU; and which route is taken where."""
+"""The choice of the route between vLLM's memory and the pool, and loads and saves through host buffers.
+
+The staged route uses a stand-in for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from tests.support.waiting import wait_until
 
 TABLE = [7, 3, 5, 1, 2, 9]
 OTHERS = [10, 11, 12, 13, 14, 15]
-# The orders in memory of vLLM's axes: layer, block, head, token, content (``KVCacheLayout``).
+# The orders of vLLM's axes in memory: layer, block, head, token, content (``KVCacheLayout``).
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
@@ -41,7 +44,7 @@ def store() -> StorageBackend:
 
 
 def make_layers(order: str, dtype: torch.dtype, heads: int = 2) -> list[torch.Tensor]:
-    """Three layers ``[block, head, token, content]`` of seven blocks in one allocation, as vLLM makes them."""
+    """Return three layers ``[block, head, token, content]`` of seven blocks, in one allocation, as in vLLM."""
     sizes = {"L": 3, "B": 7, "H": heads, "N": 4, "C": 6}
     memory = torch.zeros(math.prod(sizes.values()), dtype=torch.uint8 if dtype.itemsize == 1 else torch.float32)
     whole = memory.to(dtype).view([sizes[axis] for axis in order]).permute([order.index(axis) for axis in "LBHNC"])
@@ -49,16 +52,16 @@ def make_layers(order: str, dtype: torch.dtype, heads: int = 2) -> list[torch.Te
 
 
 def fill(layers: list[torch.Tensor]) -> None:
-    """Other contents for each element, exact in every dtype of a byte or more."""
+    """Write different values to neighboring elements, exact in every dtype."""
     for layer, tensor in enumerate(layers):
         count = torch.arange(tensor.numel(), dtype=torch.float32).reshape(tensor.shape)
         tensor.copy_(((count * 7 + layer) % 16).to(tensor.dtype))
 
 
-def make_worker(store: StorageBackend, layers: list[torch.Tensor], way: Route) -> WorkerHalf:
+def make_worker(store: StorageBackend, layers: list[torch.Tensor], route_name: Route) -> WorkerHalf:
     memory = KVMemory({f"l{i}": tensor for i, tensor in enumerate(layers)}, 7)
     pool = BlockPool(store, Namespace("m", str(layers[0].dtype), 4, 3, 2, 3, memory.layout))
-    return WorkerHalf(pool, memory, route=open_route(way, memory, pool))
+    return WorkerHalf(pool, memory, route=open_route(route_name, memory, pool))
 
 
 @pytest.mark.parametrize(
@@ -70,42 +73,42 @@ def make_worker(store: StorageBackend, layers: list[torch.Tensor], way: Route) -
         ("BLNHC", torch.uint8, 1),
     ],
 )
-@pytest.mark.parametrize("ways", [("staged", "direct"), ("direct", "staged")])
-def test_both_routes_give_a_block_the_same_bytes(
-    store: StorageBackend, order: str, dtype: torch.dtype, heads: int, ways: tuple[Route, Route]
+@pytest.mark.parametrize("routes", [("staged", "direct"), ("direct", "staged")])
+def test_a_block_has_the_same_bytes_through_both_routes(
+    store: StorageBackend, order: str, dtype: torch.dtype, heads: int, routes: tuple[Route, Route]
 ) -> None:
-    mine, others = make_layers(order, dtype, heads), make_layers(order, dtype, heads)
+    mine, theirs = make_layers(order, dtype, heads), make_layers(order, dtype, heads)
     fill(mine)
     names = [bytes([number]) * 32 for number in range(3)]
     with (
-        contextlib.closing(make_worker(store, mine, ways[0])) as writer,
-        contextlib.closing(make_worker(store, others, ways[1])) as reader,
+        contextlib.closing(make_worker(store, mine, routes[0])) as writer,
+        contextlib.closing(make_worker(store, theirs, routes[1])) as reader,
     ):
         writer.start_saves([Transfer(1, "a", names, [6, 0, 3])])
         assert writer.wait_for_saves([1])
         reader.start_loads([Transfer(2, "b", names, [1, 5, 2])])
         wait_until(lambda: reader.take_outcomes()[0].requests == {"b"}, "the load")
-    for one, other in zip(mine, others, strict=True):
-        mine_bytes, others_bytes = one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
-        assert torch.equal(others_bytes[[1, 5, 2]], mine_bytes[[6, 0, 3]])
-        assert not others_bytes[[0, 3, 4, 6]].any(), "no other block was touched"
+    for one, other in zip(mine, theirs, strict=True):
+        mine_bytes, their_bytes = one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+        assert torch.equal(their_bytes[[1, 5, 2]], mine_bytes[[6, 0, 3]])
+        assert not their_bytes[[0, 3, 4, 6]].any(), "no other block was changed"
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_all_layers_are_one_tensor_where_a_block_has_them_one_after_another(order: str) -> None:
+def test_all_layers_are_merged_unless_heads_come_before_layers_in_a_block(order: str) -> None:
     layers = make_layers(order, torch.float32)
     memory = KVMemory({f"l{i}": tensor for i, tensor in enumerate(layers)}, 7)
     assert len(memory.merge_layers()) == (3 if order == "BHLNC" else 1)
 
 
 class Gate:
-    """Holds the stand-in's copies up between their steps, until it is opened."""
+    """A gate that stops the copies of the stand-in between their steps, while it is closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
         self.held = threading.Semaphore(0)
-        """Released by each step that came to the closed gate."""
+        """Released by each step that waits at the closed gate."""
 
     def close(self) -> None:
         self._open.clear()
@@ -119,7 +122,7 @@ class Gate:
             assert self._open.wait(60)
 
     def open_route(self, _: Route, memory: KVMemory, pool: BlockPool) -> TransferMemory:
-        """Staged, by a stand-in whose copies stop here."""
+        """Open the staged route on a stand-in, whose copies wait at this gate."""
         device = StandInDevice(before_step=self.wait)
         return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool, device=device)
 
@@ -131,12 +134,12 @@ def gate() -> Iterator[Gate]:
     gate.open()
 
 
-def test_a_step_does_not_wait_for_a_copy_and_a_blocks_copy_keeps_it_pinned(store: StorageBackend, gate: Gate) -> None:
+def test_a_step_does_not_wait_for_a_copy_and_the_copied_blocks_stay_pinned(store: StorageBackend, gate: Gate) -> None:
     with contextlib.closing(Instance(store, open_memory=gate.open_route)) as instance:
         request = make_request()
         instance.scheduler.on_allocation(request, lambda: TABLE, 0)
         gate.close()
-        instance.begin({"a": 22}, {"a": TABLE})  # returns, although no copy can end
+        instance.begin({"a": 22}, {"a": TABLE})  # returns although no copy can end
         gate.held.acquire()
         request.num_computed_tokens = 22
         instance.scheduler.on_request_end(request, TABLE)
@@ -146,9 +149,7 @@ def test_a_step_does_not_wait_for_a_copy_and_a_blocks_copy_keeps_it_pinned(store
         assert instance.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_threads_that_wait_for_copies_are_bound_to_the_gpu_first(
-    store: StorageBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_threads_of_transfers_are_bound_to_the_gpu(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[str] = []
     monkeypatch.setattr(KVMemory, "bind_thread", lambda _: bound.append(threading.current_thread().name))
     with contextlib.closing(Instance(store, route="staged")) as instance:
@@ -161,7 +162,7 @@ def test_threads_that_wait_for_copies_are_bound_to_the_gpu_first(
     assert "pool-save-0" in bound
 
 
-def test_a_load_is_told_only_once_its_blocks_are_in_the_devices_memory(store: StorageBackend, gate: Gate) -> None:
+def test_a_load_is_reported_after_its_blocks_are_in_the_devices_memory(store: StorageBackend, gate: Gate) -> None:
     with (
         contextlib.closing(Instance(store, route="staged")) as first,
         contextlib.closing(Instance(store, open_memory=gate.open_route)) as second,
@@ -173,7 +174,7 @@ def test_a_load_is_told_only_once_its_blocks_are_in_the_devices_memory(store: St
         gate.close()
         second.begin({}, {})
         gate.held.acquire()
-        assert second.workers[0].take_outcomes()[0].requests == set(), "the pool has answered, the copy has not ended"
+        assert second.workers[0].take_outcomes()[0].requests == set(), "the read has ended, but not the copy"
         assert not second.has(request, 0, OTHERS[0])
         gate.open()
         loaded = second.end_transfers()
@@ -181,7 +182,7 @@ def test_a_load_is_told_only_once_its_blocks_are_in_the_devices_memory(store: St
         assert all(second.has(request, i, OTHERS[i]) for i in range(5))
 
 
-def test_a_read_that_was_given_up_reaches_no_block(store: StorageBackend) -> None:
+def test_a_read_beyond_its_deadline_writes_to_no_block(store: StorageBackend) -> None:
     injector = FaultInjector(store)
     guarded = GuardedBackend(lambda: injector, Deadlines(0.2, 0.05, 1e9))
     wait_until(lambda: guarded.is_ready, "the store")
@@ -197,7 +198,9 @@ def test_a_read_that_was_given_up_reaches_no_block(store: StorageBackend) -> Non
         second.begin({}, {})
         loaded = second.end_transfers()
         assert (loaded.requests, loaded.failed) == ({"b"}, set())
-        assert loaded.blocks == set(OTHERS[:5]), "they are computed where they are: no late call touches them"
+        assert loaded.blocks == set(OTHERS[:5]), (
+            "vLLM computes these blocks in place, because no late call writes to them"
+        )
         for tensor in second.kv:
             tensor[OTHERS] = 0.5
         injector.go_on()
@@ -205,7 +208,7 @@ def test_a_read_that_was_given_up_reaches_no_block(store: StorageBackend) -> Non
         assert all(bool((tensor[OTHERS] == 0.5).all()) for tensor in second.kv)
 
 
-def test_only_the_two_routes_can_be_named() -> None:
+def test_read_route_accepts_only_the_two_names() -> None:
     assert [read_route({"memory": name}) for name in ("staged", "direct")] == ["staged", "direct"]
     assert read_route({}) is None
     for bad in ("gpu", "", 1, True, ["staged"]):
@@ -216,11 +219,11 @@ def test_only_the_two_routes_can_be_named() -> None:
 
 
 @pytest.mark.parametrize(("is_on_device", "chosen"), [(True, "staged"), (False, "direct")])
-def test_without_a_word_blocks_of_a_gpu_are_staged_and_others_are_not(is_on_device: bool, chosen: Route) -> None:
+def test_by_default_only_blocks_on_a_gpu_are_staged(is_on_device: bool, chosen: Route) -> None:
     assert choose_route(None, fake_memory(is_on_device), PoolConfig(FileSettings())) == chosen
 
 
-def test_either_route_can_be_chosen_for_host_memory() -> None:
+def test_both_routes_can_be_chosen_for_host_memory() -> None:
     for named, memory in itertools.product(("staged", "direct"), (fake_memory(False),)):
         assert choose_route(named, memory, PoolConfig(FileSettings())) == named  # type: ignore[arg-type]
 
@@ -242,12 +245,12 @@ def test_a_pool_that_cannot_reach_a_gpu_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("wheel", ["mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"])
-def test_a_pool_that_can_reach_a_gpu_does_so_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch, wheel: str) -> None:
+def test_a_pool_that_can_reach_a_gpu_accepts_the_direct_route(monkeypatch: pytest.MonkeyPatch, wheel: str) -> None:
     monkeypatch.setattr(route, "_is_installed", lambda name: name == wheel)
     settings = MooncakeSettings("127.0.0.1:1", protocol="rdma")
     assert choose_route("direct", fake_memory(True), PoolConfig(settings)) == "direct"
 
 
 def fake_memory(is_on_device: bool) -> Any:
-    """As much of a ``KVMemory`` as decides on the route."""
+    """Return the part of a ``KVMemory`` on which the route depends."""
     return SimpleNamespace(is_on_device=is_on_device)

@@ -1,4 +1,7 @@
-"""The scheduler's half of the vLLM connector by itself: what it plans, counts and waits for; see ``test_halves.py``."""
+"""The scheduler's half of the vLLM connector without the other half: its plans, counts and waits.
+
+``test_halves.py`` tests both halves together.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ TABLE = [0, 1, 2, 3, 4, 5]
 
 
 class Clock:
-    """Time that passes as it is told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -49,7 +52,7 @@ class Clock:
 
 
 class Answer:
-    """A look-up that has an answer, or none for as long as one waits for it."""
+    """The future of a look-up: it has an answer, or a wait for it times out."""
 
     def __init__(self, clock: Clock, found: int | None = None, seconds: float = 0.0) -> None:
         self._clock = clock
@@ -65,8 +68,8 @@ class Answer:
         return module._Found(self.found, None)
 
 
-class Asked:
-    """A scheduler whose look-ups are ``Answer``s, at the time of a ``Clock``."""
+class ControlledScheduler:
+    """A scheduler half with a ``Clock``, whose look-ups return ``Answer``s."""
 
     def __init__(self, instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
@@ -77,12 +80,12 @@ class Asked:
         monkeypatch.setattr(self.scheduler, "_begin_lookup", self._begin)
 
     def answer(self, found: int | None = None, seconds: float = 0.0) -> Answer:
-        """What the next look-up says."""
+        """Set the answer of the next look-up."""
         self.next.append(Answer(self.clock, found, seconds))
         return self.next[-1]
 
     def idle(self) -> None:
-        """A step of the engine in which nothing is computed."""
+        """Run a step that computes no token."""
         self.scheduler.plan_step({}, lambda _: [])
 
     def _begin(self, wanted: Sequence[bytes], found_before: int | None = None) -> Answer:
@@ -102,75 +105,79 @@ def instance(store: StorageBackend) -> Iterator[Instance]:
 
 
 @pytest.fixture
-def asked(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked(instance, monkeypatch)
+def controlled(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> ControlledScheduler:
+    return ControlledScheduler(instance, monkeypatch)
 
 
 @pytest.fixture
-def decode(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+def decode(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlledScheduler]:
     with contextlib.closing(Instance(store, prefill_wait_s=10.0)) as made:
-        yield Asked(made, monkeypatch)
+        yield ControlledScheduler(made, monkeypatch)
 
 
 class TestLookUps:
-    """A step waits 2 ms in all for answers, and asks again for what it was not told."""
+    """A step waits at most 2 ms for answers. Later steps ask again for the missing ones."""
 
-    def test_a_step_waits_two_milliseconds_in_all(self, asked: Asked) -> None:
-        first, second = asked.answer(None, 0.0015), asked.answer(None, 9.0)
-        assert asked.scheduler.matched_tokens(make_request(name="a"), 0) is None
-        assert asked.scheduler.matched_tokens(make_request(name="b"), 0) is None
+    def test_a_step_waits_two_milliseconds_for_all_answers_together(self, controlled: ControlledScheduler) -> None:
+        first, second = controlled.answer(None, 0.0015), controlled.answer(None, 9.0)
+        assert controlled.scheduler.matched_tokens(make_request(name="a"), 0) is None
+        assert controlled.scheduler.matched_tokens(make_request(name="b"), 0) is None
         assert first.waited == [0.002]
         assert second.waited == [pytest.approx(0.0005)]
-        assert asked.scheduler.matched_tokens(make_request(name="b"), 0) is None
-        assert second.waited[1:] == [0.0], "never less than none"
-        asked.idle()
-        asked.scheduler.matched_tokens(make_request(name="a"), 0)
-        assert first.waited[1:] == [0.002], "each step has its own patience"
+        assert controlled.scheduler.matched_tokens(make_request(name="b"), 0) is None
+        assert second.waited[1:] == [0.0], "the wait is never negative"
+        controlled.idle()
+        controlled.scheduler.matched_tokens(make_request(name="a"), 0)
+        assert first.waited[1:] == [0.002], "the next step waits 2 ms again"
 
-    def test_a_request_is_looked_up_once_however_often_vllm_asks(self, asked: Asked) -> None:
-        asked.answer(3)
-        assert [asked.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [12] * 3
-        assert asked.begun == [(5, None)]
+    def test_a_request_is_looked_up_once_however_often_vllm_calls(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(3)
+        assert [controlled.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [12] * 3
+        assert controlled.begun == [(5, None)]
 
-    def test_it_is_looked_up_again_where_it_has_other_blocks_itself_by_now(self, asked: Asked) -> None:
-        asked.answer(3)
-        asked.answer(2)
-        assert asked.scheduler.matched_tokens(make_request(), 0) == 12
-        assert asked.scheduler.matched_tokens(make_request(), 9) == 8
-        assert asked.begun == [(5, None), (3, None)]
+    def test_a_request_is_looked_up_again_when_its_computed_tokens_change(
+        self, controlled: ControlledScheduler
+    ) -> None:
+        controlled.answer(3)
+        controlled.answer(2)
+        assert controlled.scheduler.matched_tokens(make_request(), 0) == 12
+        assert controlled.scheduler.matched_tokens(make_request(), 9) == 8
+        assert controlled.begun == [(5, None), (3, None)]
 
     @pytest.mark.parametrize(("tokens", "computed"), [(4, 0), (8, 4), (5, 4), (22, 20)])
-    def test_where_no_whole_block_is_left_nothing_is_asked(self, asked: Asked, tokens: int, computed: int) -> None:
-        assert asked.scheduler.matched_tokens(make_request(tokens), computed) == 0
-        assert asked.begun == []
+    def test_without_a_missing_whole_block_there_is_no_look_up(
+        self, controlled: ControlledScheduler, tokens: int, computed: int
+    ) -> None:
+        assert controlled.scheduler.matched_tokens(make_request(tokens), computed) == 0
+        assert controlled.begun == []
 
     @pytest.mark.parametrize(("found", "expected"), [(5, 16), (2, 4), (1, 0), (0, 0)])
-    def test_the_last_block_of_a_hit_may_have_to_be_computed(
+    def test_drops_last_excludes_the_last_block_of_a_hit(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch, found: int, expected: int
     ) -> None:
         with contextlib.closing(Instance(store, drops_last=True)) as drafting:
-            asked = Asked(drafting, monkeypatch)
-            asked.answer(found)
-            assert asked.scheduler.matched_tokens(make_request(), 0) == expected
-            assert asked.begun == [(5, None)]
+            controlled = ControlledScheduler(drafting, monkeypatch)
+            controlled.answer(found)
+            assert controlled.scheduler.matched_tokens(make_request(), 0) == expected
+            assert controlled.begun == [(5, None)]
 
-    def test_the_block_that_vllm_dropped_from_its_own_hit_is_not_looked_up(
+    def test_the_block_that_vllm_drops_from_its_own_hit_is_not_looked_up(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Not even where blocks come from a prefill instance, for which a request would wait."""
+        """This is true also in decode, where a request waits for blocks of a prefill instance."""
         with contextlib.closing(Instance(store, drops_last=True, prefill_wait_s=10.0)) as drafting:
-            asked = Asked(drafting, monkeypatch)
-            assert asked.scheduler.matched_tokens(make_request(), 16) == 0
-            assert asked.begun == []
-            asked.answer(2)
-            assert asked.scheduler.matched_tokens(make_request(), 12) == 4
+            controlled = ControlledScheduler(drafting, monkeypatch)
+            assert controlled.scheduler.matched_tokens(make_request(), 16) == 0
+            assert controlled.begun == []
+            controlled.answer(2)
+            assert controlled.scheduler.matched_tokens(make_request(), 12) == 4
 
-    def test_where_nothing_is_found_nothing_is_decided(self, asked: Asked) -> None:
-        asked.answer(0)
-        assert asked.scheduler.matched_tokens(make_request(), 0) == 0
-        assert asked.scheduler.take_counts() == {}
+    def test_a_look_up_without_a_hit_counts_no_decision(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(0)
+        assert controlled.scheduler.matched_tokens(make_request(), 0) == 0
+        assert controlled.scheduler.take_counts() == {}
 
-    def test_look_ups_are_counted_with_their_seconds_and_outcomes(self, instance: Instance) -> None:
+    def test_look_ups_are_counted_with_seconds_and_outcomes(self, instance: Instance) -> None:
         assert instance.scheduler.num_lookups == 0
         instance.compute(make_request(10), TABLE)
         assert instance.match_request(make_request(name="b")) == 8
@@ -183,25 +190,25 @@ class TestLookUps:
         instance.compute(make_request(), TABLE)
 
         def fail(names: Sequence[bytes]) -> int:
-            raise RuntimeError("a pool never raises, but this one does")
+            raise RuntimeError("this pool raises an exception, which no real pool does")
 
         monkeypatch.setattr(instance.scheduler._pools[0], "lookup", fail)
         assert instance.match_request(make_request(name="b")) == 0
 
-    def test_ranks_after_one_that_has_nothing_are_not_asked(self, store: StorageBackend) -> None:
+    def test_after_a_rank_without_a_hit_no_further_rank_is_looked_up(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, ranks=2)) as two_ranks:
-            asked: list[int] = []
+            looked_up: list[int] = []
 
             def look_up(names: Sequence[bytes], rank: int) -> int:
-                asked.append(rank)
+                looked_up.append(rank)
                 return 0
 
             for rank, pool in enumerate(two_ranks.scheduler._pools):
                 pool.lookup = functools.partial(look_up, rank=rank)  # type: ignore[method-assign]
             assert two_ranks.match_request(make_request()) == 0
-            assert asked == [0]
+            assert looked_up == [0]
 
-    def test_without_namespaces_nothing_is_ready(self) -> None:
+    def test_a_half_without_namespaces_finds_and_saves_no_block(self) -> None:
         with contextlib.closing(SchedulerHalf(MemoryStore(1 << 20), BLOCK)) as half:
             assert not half._is_ready
             assert not half._may_save
@@ -209,10 +216,10 @@ class TestLookUps:
             assert half.matched_tokens(make_request(), 0) == 0
 
 
-class TestPrefillElsewhere:
-    """Decode waits for blocks that a prefill instance saves meanwhile."""
+class TestDecodeWaitsForPrefill:
+    """Decode waits for blocks that a prefill instance saves."""
 
-    def test_it_looks_up_again_every_twenty_milliseconds(self, decode: Asked) -> None:
+    def test_decode_looks_up_again_every_twenty_milliseconds(self, decode: ControlledScheduler) -> None:
         decode.answer(1)
         decode.answer(2)
         request = make_request()
@@ -224,28 +231,28 @@ class TestPrefillElsewhere:
         assert decode.scheduler.matched_tokens(request, 0) is None
         assert decode.begun == [(5, None), (5, 1)]
         assert decode.scheduler.matched_tokens(request, 0) is None
-        assert len(decode.begun) == 2, "the next is due 20 ms after this one"
+        assert len(decode.begun) == 2, "the next look-up follows after 20 ms"
 
-    def test_it_takes_what_is_there_so_long_after_the_last_new_block(self, decode: Asked) -> None:
+    def test_the_wait_ends_prefill_wait_s_after_the_last_new_block(self, decode: ControlledScheduler) -> None:
         answers = [decode.answer(1), *(decode.answer(found) for found in (2, 2, 2, 2))]
         request = make_request()
         assert decode.scheduler.matched_tokens(request, 0) is None
         decode.clock.now += 9.0
         assert decode.scheduler.matched_tokens(request, 0) is None
-        assert decode.scheduler.matched_tokens(request, 0) is None, "the second block has come now"
+        assert decode.scheduler.matched_tokens(request, 0) is None, "the second block has arrived now"
         decode.clock.now += 9.9
         assert decode.scheduler.matched_tokens(request, 0) is None
         decode.clock.now += 0.2
         assert decode.scheduler.matched_tokens(request, 0) == 8
         assert answers[0].waited
 
-    def test_one_missing_block_is_waited_for_and_none_is_not(self, decode: Asked) -> None:
+    def test_decode_waits_for_a_single_missing_block_but_not_for_none(self, decode: ControlledScheduler) -> None:
         answer = decode.answer(4)
         assert decode.scheduler.matched_tokens(make_request(), 0) is None
         answer.found = 5
         assert decode.scheduler.matched_tokens(make_request(), 0) == 20
 
-    def test_steps_without_work_are_slowed_while_a_request_waits(self, decode: Asked) -> None:
+    def test_steps_without_work_sleep_while_a_request_waits(self, decode: ControlledScheduler) -> None:
         decode.idle()
         assert decode.clock.slept == []
         decode.answer(1)
@@ -253,10 +260,10 @@ class TestPrefillElsewhere:
         decode.idle()
         assert decode.clock.slept == [0.005]
         decode.idle()
-        assert decode.clock.slept == [0.005], "nobody asked in this step"
+        assert decode.clock.slept == [0.005], "vLLM did not ask in this step"
 
     @pytest.mark.parametrize("work", ["computes", "loads", "saves", "is held"])
-    def test_steps_with_work_are_not(self, decode: Asked, work: str) -> None:
+    def test_steps_with_work_do_not_sleep(self, decode: ControlledScheduler, work: str) -> None:
         request = make_request(name="b")
         decode.scheduler.on_allocation(request, lambda: TABLE, 0)
         if work == "loads":
@@ -272,19 +279,19 @@ class TestPrefillElsewhere:
 
 
 class TestLoads:
-    """What is loaded, and what that keeps."""
+    """The planned loads, and their effect on later saves."""
 
-    def test_a_load_has_the_matched_blocks_alone(self, asked: Asked) -> None:
-        asked.answer(3)
+    def test_a_load_has_only_the_matched_blocks(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(3)
         request = make_request()
-        matched = asked.scheduler.matched_tokens(request, 5)
+        matched = controlled.scheduler.matched_tokens(request, 5)
         assert matched == 12
-        asked.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
-        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
+        controlled.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
+        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
         assert (list(load.blocks), load.names) == ([11, 12, 13], request.block_hashes[1:4])
-        assert asked.scheduler.plan_step({}, lambda _: []).loads == []
+        assert controlled.scheduler.plan_step({}, lambda _: []).loads == []
 
-    def test_a_block_that_is_not_loaded_of_a_hit_is_saved_when_it_is_computed(self, store: StorageBackend) -> None:
+    def test_the_dropped_block_of_a_hit_is_saved_when_it_is_computed(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, drops_last=True)) as drafting:
             request = make_request(name="b")
             drafting.compute(make_request(), TABLE)
@@ -296,95 +303,97 @@ class TestLoads:
             assert list(save.blocks) == [20]
             drafting.end_transfers()
 
-    def test_of_what_was_found_only_what_vllm_has_room_for_is_loaded(self, asked: Asked) -> None:
-        asked.answer(3)
+    def test_only_as_many_found_blocks_are_loaded_as_vllm_has_allocated(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(3)
         request = make_request()
-        asked.scheduler.matched_tokens(request, 0)
-        asked.scheduler.on_allocation(request, lambda: TABLE, 8)
-        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
+        controlled.scheduler.matched_tokens(request, 0)
+        controlled.scheduler.on_allocation(request, lambda: TABLE, 8)
+        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
         assert list(load.blocks) == [0, 1]
 
     @pytest.mark.parametrize(("found", "external"), [(3, 0), (None, 12)])
-    def test_without_a_match_or_its_look_up_nothing_is_loaded(
-        self, asked: Asked, found: int | None, external: int
+    def test_without_a_match_or_its_look_up_no_block_is_loaded(
+        self, controlled: ControlledScheduler, found: int | None, external: int
     ) -> None:
         request = make_request()
         if found is not None:
-            asked.answer(found)
-            asked.scheduler.matched_tokens(request, 0)
-        asked.scheduler.on_allocation(request, lambda: TABLE, external)
-        assert asked.scheduler.plan_step({}, lambda _: []).loads == []
-        assert not asked.scheduler.has_pins
+            controlled.answer(found)
+            controlled.scheduler.matched_tokens(request, 0)
+        controlled.scheduler.on_allocation(request, lambda: TABLE, external)
+        assert controlled.scheduler.plan_step({}, lambda _: []).loads == []
+        assert not controlled.scheduler.has_pins
 
-    def test_loaded_blocks_are_not_saved_and_what_follows_them_is(self, asked: Asked) -> None:
-        asked.answer(3)
+    def test_loaded_blocks_are_not_saved_but_later_blocks_are(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(3)
         request = make_request()
-        matched = asked.scheduler.matched_tokens(request, 0) or 0
-        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
-        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
-        asked.scheduler.on_report(Report(ended=Counter({load.number: 1})))
+        matched = controlled.scheduler.matched_tokens(request, 0) or 0
+        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
+        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
+        controlled.scheduler.on_report(Report(ended=Counter({load.number: 1})))
         request.num_computed_tokens = 12
-        (save,) = asked.scheduler.plan_step({"a": 10}, lambda _: TABLE).saves
+        (save,) = controlled.scheduler.plan_step({"a": 10}, lambda _: TABLE).saves
         assert list(save.blocks) == [3, 4]
 
-    def test_after_a_load_that_was_short_all_blocks_are_saved(self, asked: Asked) -> None:
-        asked.answer(3)
+    def test_after_a_short_load_all_blocks_are_saved(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(3)
         request = make_request()
-        matched = asked.scheduler.matched_tokens(request, 0) or 0
-        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
-        (load,) = asked.scheduler.plan_step({}, lambda _: []).loads
-        asked.scheduler.on_report(Report(ended=Counter({load.number: 1}), short={"a", "nobody"}))
-        assert asked.scheduler._short_loads == {"a"}
-        (save,) = asked.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
+        matched = controlled.scheduler.matched_tokens(request, 0) or 0
+        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
+        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
+        controlled.scheduler.on_report(Report(ended=Counter({load.number: 1}), short={"a", "nobody"}))
+        assert controlled.scheduler._short_loads == {"a"}
+        (save,) = controlled.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
         assert list(save.blocks) == [0, 1, 2, 3, 4]
-        asked.scheduler.on_request_end(request, TABLE)
-        assert asked.scheduler._short_loads == set()
+        controlled.scheduler.on_request_end(request, TABLE)
+        assert controlled.scheduler._short_loads == set()
 
-    def test_blocks_of_loads_do_not_count_among_those_that_saves_hold(self, asked: Asked) -> None:
-        asked.answer(5)
+    def test_blocks_of_loads_do_not_count_for_the_limit_of_saves(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(5)
         request = make_request()
-        matched = asked.scheduler.matched_tokens(request, 0) or 0
-        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
+        matched = controlled.scheduler.matched_tokens(request, 0) or 0
+        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
         other, table = Request("b", list(range(100, 140))), list(range(10, 20))
-        asked.scheduler.on_allocation(other, lambda: table, 0)
-        (save,) = asked.scheduler.plan_step({"b": 40}, lambda _: table).saves
+        controlled.scheduler.on_allocation(other, lambda: table, 0)
+        (save,) = controlled.scheduler.plan_step({"b": 40}, lambda _: table).saves
         assert len(save.blocks) == NUM_BLOCKS // 4
 
-    def test_a_load_of_a_prefill_is_not_waited_for(self, asked: Asked) -> None:
-        asked.answer(4)
+    def test_a_prefill_waits_for_its_saves_but_not_for_its_load(self, controlled: ControlledScheduler) -> None:
+        controlled.answer(4)
         request = make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE)
-        matched = asked.scheduler.matched_tokens(request, 0) or 0
-        asked.scheduler.on_allocation(request, lambda: TABLE, matched)
+        matched = controlled.scheduler.matched_tokens(request, 0) or 0
+        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
         request.num_computed_tokens = matched
-        plan = asked.scheduler.plan_step({"a": 6}, lambda _: TABLE)
+        plan = controlled.scheduler.plan_step({"a": 6}, lambda _: TABLE)
         assert plan.awaited == [save.number for save in plan.saves]
         assert len(plan.loads) == 1
 
-    def test_running_requests_are_those_that_do_not_load(self, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_requests_that_load_do_not_count_as_running(
+        self, controlled: ControlledScheduler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         running: list[int] = []
 
         def decide(found: int, number: int) -> str:
             running.append(number)
             return "load"
 
-        monkeypatch.setattr(asked.scheduler._load_or_compute, "decide", decide)
+        monkeypatch.setattr(controlled.scheduler._load_or_compute, "decide", decide)
         for name in ("a", "b", "c"):
-            asked.answer(3)
+            controlled.answer(3)
             request = make_request(name=name)
-            matched = asked.scheduler.matched_tokens(request, 0) or 0
-            asked.scheduler.on_allocation(request, lambda: TABLE, 0 if name == "a" else matched)
+            matched = controlled.scheduler.matched_tokens(request, 0) or 0
+            controlled.scheduler.on_allocation(request, lambda: TABLE, 0 if name == "a" else matched)
         assert running == [0, 1, 1]
 
 
 class TestSaves:
-    """What is saved, and when."""
+    """The planned saves, and their times."""
 
     @pytest.mark.parametrize(
         ("tokens", "computed", "table", "num_saved"),
         [(20, 20, TABLE, 4), (21, 21, TABLE, 5), (30, 30, [0, 1, 2], 3), (30, 13, list(range(8)), 3)],
-        ids=["last token in a block", "last token behind a block", "all blocks that it has", "all computed blocks"],
+        ids=["last token in a block", "last token after a block", "all allocated blocks", "all computed blocks"],
     )
-    def test_at_the_end_of_a_request_its_whole_computed_blocks_are_saved(
+    def test_at_the_end_of_a_request_its_full_computed_blocks_are_saved(
         self, instance: Instance, tokens: int, computed: int, table: list[int], num_saved: int
     ) -> None:
         request = make_request(tokens)
@@ -394,14 +403,14 @@ class TestSaves:
         (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
         assert list(save.blocks) == table[:num_saved]
 
-    def test_blocks_without_a_name_yet_are_not_saved(self, instance: Instance) -> None:
+    def test_blocks_without_a_hash_are_not_saved(self, instance: Instance) -> None:
         request = make_request(22)
         request.block_hashes = request.block_hashes[:2]
         instance.scheduler.on_allocation(request, lambda: TABLE, 0)
         (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
         assert len(save.blocks) == 2
 
-    def test_what_is_left_unsaved_at_the_end_counts_as_dropped(self, instance: Instance) -> None:
+    def test_blocks_that_are_not_saved_at_the_end_are_counted_as_dropped(self, instance: Instance) -> None:
         request, table = make_request(4 * 20), list(range(20))
         instance.scheduler.on_allocation(request, lambda: table, 0)
         request.num_computed_tokens = 80
@@ -409,25 +418,25 @@ class TestSaves:
         (counts,) = instance.scheduler.take_counts().values()
         assert counts == {"save dropped": 19 - NUM_BLOCKS // 4}
 
-    def test_where_all_was_saved_nothing_counts_as_dropped(self, instance: Instance) -> None:
+    def test_after_complete_saves_no_block_is_counted_as_dropped(self, instance: Instance) -> None:
         instance.compute(make_request(), TABLE)
         assert instance.scheduler.take_counts() == {}
 
-    def test_a_request_that_never_had_blocks_just_ends(self, instance: Instance) -> None:
+    def test_a_request_without_blocks_can_end(self, instance: Instance) -> None:
         instance.scheduler.on_request_end(make_request(), [])
         assert not instance.scheduler.has_pins
 
-    def test_a_pool_that_was_there_five_seconds_ago_is_given_blocks(
+    def test_saves_continue_for_five_seconds_after_the_pool_was_ready(
         self, instance: Instance, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         clock = Clock()
         monkeypatch.setattr(module, "time", clock)
-        given = [instance.scheduler._may_save]
+        answers = [instance.scheduler._may_save]
         monkeypatch.setattr(SchedulerHalf, "_is_ready", False)
         for seconds in (4.99, 0.01):
             clock.now += seconds
-            given.append(instance.scheduler._may_save)
-        assert given == [True, True, False]
+            answers.append(instance.scheduler._may_save)
+        assert answers == [True, True, False]
 
     def test_a_null_block_ends_the_saves_of_its_request(self, instance: Instance) -> None:
         instance.blocks.blocks[0].is_null = True
@@ -448,15 +457,15 @@ class TestSaves:
             assert list(save.blocks) == TABLE[3:5]
             drafting.end_transfers()
 
-    def test_of_a_step_with_drafts_only_known_tokens_count(self, store: StorageBackend) -> None:
+    def test_draft_tokens_of_a_step_do_not_count(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, num_rewritten=2)) as drafting:
             request = make_request(12)
             drafting.scheduler.on_allocation(request, lambda: TABLE, 0)
-            (save,) = drafting.begin({"a": 15}, {"a": TABLE}).saves  # three of them are drafts
+            (save,) = drafting.begin({"a": 15}, {"a": TABLE}).saves  # three of the tokens are drafts
             assert list(save.blocks) == TABLE[:2]
             drafting.end_transfers()
 
-    def test_a_block_that_another_instance_saves_later_is_not_waited_for(self, store: StorageBackend) -> None:
+    def test_decode_does_not_wait_for_a_block_that_prefill_saves_later(self, store: StorageBackend) -> None:
         with (
             contextlib.closing(Instance(store, num_rewritten=2)) as prefill,
             contextlib.closing(Instance(store, num_rewritten=2, prefill_wait_s=100.0)) as decode,
@@ -466,9 +475,9 @@ class TestSaves:
 
 
 class TestPins:
-    """Blocks are held until every rank has said that nothing touches them."""
+    """Blocks are held until every rank has reported the end of their transfer."""
 
-    def test_all_ranks_must_have_said_so(self, store: StorageBackend) -> None:
+    def test_blocks_are_freed_after_the_reports_of_all_ranks(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, ranks=2)) as instance:
             request = make_request()
             instance.scheduler.on_allocation(request, lambda: TABLE, 0)
@@ -480,7 +489,7 @@ class TestPins:
             assert held == [(True, 5), (False, 0)]
             assert instance.blocks.freed == [4, 3, 2, 1, 0]
 
-    def test_steps_go_on_for_a_transfer_but_not_for_one_that_hangs(
+    def test_steps_continue_during_a_transfer_unless_it_hangs(
         self, instance: Instance, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         instance.scheduler._pin_blocks(make_request(), [b"n"], [3], is_load=False)
@@ -488,7 +497,7 @@ class TestPins:
         monkeypatch.setattr(module, "_PUSH_SECONDS", 0.0)
         assert (instance.scheduler.is_moving, instance.scheduler.has_pins) == (False, True)
 
-    def test_steps_go_on_while_something_is_to_be_done_in_the_next(self, instance: Instance) -> None:
+    def test_steps_continue_while_a_function_waits_for_the_next_step(self, instance: Instance) -> None:
         held = [instance.scheduler.is_moving]
         instance.scheduler._deferred.put(lambda: None)
         held.append(instance.scheduler.is_moving)
@@ -498,9 +507,9 @@ class TestPins:
 
 
 class TestRefill:
-    """Blocks that the pool has lost are put again."""
+    """Blocks that the pool has lost are saved again."""
 
-    def test_it_begins_once_namespaces_and_blocks_are_known_and_ends_with_the_half(
+    def test_refill_begins_when_namespaces_and_blocks_are_known_and_ends_with_the_half(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[object] = []
@@ -516,7 +525,7 @@ class TestRefill:
         assert closed == [True]
 
     @pytest.mark.parametrize("order", ["blocks first", "namespaces first"])
-    def test_it_begins_in_whichever_order_they_become_known_and_once(
+    def test_refill_begins_once_in_either_order_of_namespaces_and_blocks(
         self, instance: Instance, store: StorageBackend, monkeypatch: pytest.MonkeyPatch, order: str
     ) -> None:
         begun: list[object] = []
@@ -542,7 +551,7 @@ class TestRefill:
             first()
             assert len(begun) == 1
 
-    def test_an_instance_that_does_not_save_puts_nothing_again(
+    def test_an_instance_that_does_not_save_has_no_refill(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[object] = []
@@ -551,7 +560,7 @@ class TestRefill:
             assert begun == []
 
     @pytest.mark.parametrize("may_save", [True, False])
-    def test_where_there_is_nothing_to_save_again_or_no_pool_it_is_told_at_once(
+    def test_without_blocks_or_a_ready_pool_save_again_ends_at_once(
         self, instance: Instance, monkeypatch: pytest.MonkeyPatch, may_save: bool
     ) -> None:
         monkeypatch.setattr(SchedulerHalf, "_may_save", may_save)
@@ -561,13 +570,15 @@ class TestRefill:
         assert ended == [True]
         assert not instance.scheduler.has_pins
 
-    def test_blocks_that_are_put_again_count_among_those_that_saves_hold(self, instance: Instance) -> None:
+    def test_blocks_that_are_saved_again_count_for_the_limit_of_saves(self, instance: Instance) -> None:
         instance.scheduler._save_again([bytes([n]) * 32 for n in range(8)], list(range(8)), lambda: None)
         instance.scheduler.on_allocation(make_request(), lambda: [20, 21, 22, 23, 24, 25], 0)
         (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: [20, 21, 22, 23, 24, 25]).saves
         assert list(save.blocks) == list(range(8))
 
-    def test_blocks_of_adapters_are_not_put_again(self, instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_blocks_of_adapters_are_not_noted_for_the_refill(
+        self, instance: Instance, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         lora = SimpleNamespace(lora_name="ad", lora_path="/ad")
         instance.scheduler.on_report(Report(adapters={("ad", "/ad"): [b"d" * 32]}))
         noted: list[object] = []
@@ -580,11 +591,11 @@ class TestRefill:
         assert noted == []
 
 
-def test_who_never_reset_vllms_cache_cannot_vouch_for_it(instance: Instance) -> None:
+def test_forget_blocks_fails_if_vllms_cache_was_never_reset(instance: Instance) -> None:
     assert not instance.scheduler.forget_blocks()
 
 
-def test_a_reset_forgets_look_ups_under_way(instance: Instance) -> None:
+def test_a_reset_forgets_look_ups(instance: Instance) -> None:
     instance.compute(make_request(), TABLE)
     assert instance.match_request(make_request(name="b")) == 20
     assert len(instance.scheduler._lookups) == 1
@@ -593,13 +604,13 @@ def test_a_reset_forgets_look_ups_under_way(instance: Instance) -> None:
     assert instance.match_request(make_request(name="b")) == 0
 
 
-def test_vllm_hears_whether_its_cache_was_reset(instance: Instance) -> None:
+def test_vllms_reset_still_returns_whether_it_succeeded(instance: Instance) -> None:
     assert instance.blocks.reset_prefix_cache() is True
     instance.blocks.in_use = True
     assert instance.blocks.reset_prefix_cache() is False
 
 
-def test_blocks_without_a_reset_of_their_own_are_taken(store: StorageBackend) -> None:
+def test_a_block_pool_without_a_reset_is_accepted(store: StorageBackend) -> None:
     with contextlib.closing(SchedulerHalf(store, BLOCK)) as half:
         half.bind_blocks(SimpleNamespace(blocks=[]))
         assert not half.forget_blocks()
@@ -613,7 +624,7 @@ def test_only_a_request_for_one_token_is_a_prefill(store: StorageBackend, tokens
         assert bool(producer.scheduler.plan_step({"a": 22}, lambda _: TABLE).awaited) is is_prefill
 
 
-def test_only_saves_of_the_prefill_itself_are_waited_for(instance: Instance) -> None:
+def test_a_prefill_waits_only_for_its_own_saves(instance: Instance) -> None:
     other = Request("other", list(range(100, 122)))
     instance.scheduler.on_allocation(other, lambda: [10, 11, 12, 13, 14, 15], 0)
     request = make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE)
@@ -624,46 +635,46 @@ def test_only_saves_of_the_prefill_itself_are_waited_for(instance: Instance) -> 
     assert len(plan.saves) == 2
 
 
-def test_steps_of_unknown_requests_plan_nothing(instance: Instance) -> None:
+def test_a_step_of_an_unknown_request_plans_no_transfer(instance: Instance) -> None:
     plan = instance.scheduler.plan_step({"nobody": 4}, lambda _: TABLE)
     assert (plan.loads, plan.saves, plan.awaited, plan.num_tokens) == ([], [], [], 0)
 
 
-def test_a_step_with_the_last_token_of_a_prompt_computes_a_prompt(instance: Instance) -> None:
+def test_a_step_with_the_last_token_of_a_prompt_counts_as_a_step_with_a_prompt(instance: Instance) -> None:
     request = make_request(22, num_computed_tokens=21)
     instance.scheduler.on_allocation(request, lambda: TABLE, 0)
     assert instance.scheduler.plan_step({"a": 1}, lambda _: TABLE).num_tokens == 1
 
 
 class TestClosing:
-    """An instance that ends waits for nobody longer than a moment."""
+    """The end of an instance waits only for a short time."""
 
-    def test_a_look_up_that_hangs_is_left_behind_and_those_after_it_never_begin(self) -> None:
+    def test_close_abandons_hanging_look_ups_and_cancels_those_that_wait(self) -> None:
         store = FaultInjector(CheckedBackend(MemoryStore(1 << 20)), [Fault.HANGS] * 4)
         instance = Instance(store)
         names = [f"r{number}" for number in range(6)]
         for name in names:
             instance.scheduler.matched_tokens(make_request(name=name), 0)
         wait_until(lambda: store.calls.count("exists") == 4, "four look-ups that hang")
-        questions = [instance.scheduler._lookups[name].answer for name in names]
+        answers = [instance.scheduler._lookups[name].answer for name in names]
         ended = threading.Thread(target=instance.scheduler.close, daemon=True)
         ended.start()
         ended.join(10.0)
         assert not ended.is_alive()
-        assert [answer.cancelled() for answer in questions] == [False] * 4 + [True] * 2
+        assert [answer.cancelled() for answer in answers] == [False] * 4 + [True] * 2
         store.go_on()
         for worker in instance.workers:
             worker.close()
 
-    def test_the_store_is_left_by_a_thread_that_keeps_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        left: list[bool] = []
+    def test_a_daemon_thread_closes_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        is_daemon: list[bool] = []
         half = SchedulerHalf(MemoryStore(1 << 20), BLOCK)
-        monkeypatch.setattr(half._backend, "close", lambda: left.append(threading.current_thread().daemon))
+        monkeypatch.setattr(half._backend, "close", lambda: is_daemon.append(threading.current_thread().daemon))
         half.close()
-        assert left == [True]
+        assert is_daemon == [True]
 
 
-def test_the_counts_of_a_look_up_made_again_have_new_blocks_alone(instance: Instance) -> None:
+def test_a_repeated_look_up_counts_only_new_blocks(instance: Instance) -> None:
     instance.compute(make_request(), TABLE)
     look_up: Callable[..., Any] = instance.scheduler._look_up
     for before, expected in ((2, 3), (7, 0)):
@@ -674,16 +685,16 @@ def test_the_counts_of_a_look_up_made_again_have_new_blocks_alone(instance: Inst
 
 
 class TestStoredBlocks:
-    """Which blocks are reported as stored in the pool, for KV events."""
+    """The blocks that are reported as stored in the pool, for KV events."""
 
-    def test_blocks_are_reported_once_when_all_ranks_have_stored_them(self, store: StorageBackend) -> None:
+    def test_blocks_are_reported_once_after_all_ranks_have_stored_them(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, ranks=2, reports_stored=True)) as instance:
             request = make_request(22)
             instance.compute(request, TABLE)
             assert instance.scheduler.take_stored() == [(request.block_hashes, None)]
             assert instance.scheduler.take_stored() == []
 
-    def test_later_blocks_name_the_one_before_them(self, store: StorageBackend) -> None:
+    def test_the_report_of_later_blocks_has_the_hash_of_the_block_before_them(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, reports_stored=True)) as instance:
             request = make_request(22)
             instance.scheduler.on_allocation(request, lambda: TABLE, 0)
@@ -699,7 +710,7 @@ class TestStoredBlocks:
             instance.compute(make_request(22), TABLE)
             assert instance.scheduler.take_stored() == []
 
-    def test_nothing_is_kept_where_nobody_takes_it(self, instance: Instance) -> None:
+    def test_without_reports_stored_no_block_is_reported(self, instance: Instance) -> None:
         instance.compute(make_request(22), TABLE)
         assert instance.scheduler.take_stored() == []
 

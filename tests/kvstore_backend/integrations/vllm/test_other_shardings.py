@@ -1,4 +1,4 @@
-"""Instances of different tensor-parallel sizes share blocks, as far as heads lie apart in a block's memory."""
+"""Instances of different tensor-parallel sizes share blocks if each head has memory of its own in a block."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def head_first(heads: int) -> torch.Tensor:
 
 
 def token_first(heads: int) -> torch.Tensor:
-    """Heads within tokens, as some backends have it."""
+    """The order of some backends: heads within tokens."""
     return torch.zeros(NUM_BLOCKS, BLOCK, heads, 6).transpose(1, 2)
 
 
 def head_outside(heads: int) -> torch.Tensor:
-    """All blocks of a head together."""
+    """Heads before blocks."""
     return torch.zeros(heads, NUM_BLOCKS, BLOCK, 6).transpose(0, 1)
 
 
-class CutInstance(Instance):
-    """An instance of ``ranks``, each with memory of its own for its heads."""
+class ShardedInstance(Instance):
+    """An instance with ``ranks`` ranks, each with its own memory for its heads."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class CutInstance(Instance):
         self.scheduler.learn_namespaces([worker.namespace for worker in self.workers], self.workers[0].family)
         self.scheduler.bind_blocks(self.blocks)
 
-    def parts(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Every head of every layer: its number in the model, the layer's, and its memory by block."""
+    def list_heads(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield for each head of each layer the head's number, the layer's number, and the head's memory by block."""
         for rank, layers in enumerate(self.ranks):
             for number, layer in enumerate(layers):
                 for head in range(layer.shape[1]):
@@ -83,7 +83,7 @@ class CutInstance(Instance):
     def compute(self, request: Request, table: list[int]) -> None:
         self.scheduler.on_allocation(request, lambda: table, 0)
         for block_hash, block in zip(request.block_hashes, table, strict=False):
-            for head, layer, memory in self.parts():
+            for head, layer, memory in self.list_heads():
                 memory[block] = content(block_hash, layer) + head / 64 + torch.arange(6) / 1024
         self.step({request.request_id: request.num_tokens}, {request.request_id: table})
         request.num_computed_tokens = request.num_tokens
@@ -97,7 +97,7 @@ class CutInstance(Instance):
                     memory[block] == content(request.block_hashes[index], layer) + head / 64 + torch.arange(6) / 1024
                 ).all()
             )
-            for head, layer, memory in self.parts()
+            for head, layer, memory in self.list_heads()
         )
 
 
@@ -113,12 +113,12 @@ def store() -> StorageBackend:
         *((*sizes, layer) for sizes in [(1, 2), (4, 1)] for layer in (token_first, head_outside)),
     ],
 )
-def test_what_one_tensor_parallel_size_computes_another_loads(
+def test_an_instance_loads_blocks_of_another_tensor_parallel_size(
     store: StorageBackend, writer: int, reader: int, make_layer: Callable[[int], torch.Tensor]
 ) -> None:
     with (
-        contextlib.closing(CutInstance(store, writer, make_layer)) as first,
-        contextlib.closing(CutInstance(store, reader, make_layer)) as second,
+        contextlib.closing(ShardedInstance(store, writer, make_layer)) as first,
+        contextlib.closing(ShardedInstance(store, reader, make_layer)) as second,
     ):
         first.compute(make_request(), TABLE)
         again = make_request(name="b")
@@ -127,8 +127,8 @@ def test_what_one_tensor_parallel_size_computes_another_loads(
         assert [worker.take_counts()[worker.namespace.digest]["gather ok"] for worker in second.workers] == [5] * reader
 
 
-def test_blocks_of_another_cut_are_put_together_on_their_way_to_a_device(store: StorageBackend) -> None:
-    one, other = CutInstance(store, 2, head_outside, "staged"), CutInstance(store, 1, head_outside, "staged")
+def test_blocks_of_another_sharding_are_gathered_through_host_buffers(store: StorageBackend) -> None:
+    one, other = ShardedInstance(store, 2, head_outside, "staged"), ShardedInstance(store, 1, head_outside, "staged")
     with contextlib.closing(one) as first, contextlib.closing(other) as second:
         first.compute(make_request(), TABLE)
         loaded = second.load(request := make_request(name="b"), TABLE)
@@ -136,8 +136,11 @@ def test_blocks_of_another_cut_are_put_together_on_their_way_to_a_device(store: 
         assert all(second.has(request, i, TABLE[i]) for i in range(5))
 
 
-def test_blocks_of_ones_own_cut_go_on_where_anothers_end(store: StorageBackend) -> None:
-    with contextlib.closing(CutInstance(store, 2)) as first, contextlib.closing(CutInstance(store, 1)) as second:
+def test_a_load_continues_with_own_blocks_after_those_of_another_sharding(store: StorageBackend) -> None:
+    with (
+        contextlib.closing(ShardedInstance(store, 2)) as first,
+        contextlib.closing(ShardedInstance(store, 1)) as second,
+    ):
         first.compute(make_request(10), TABLE)
         second.compute(make_request(), TABLE)
         BlockPool(store, second.workers[0].namespace).remove_blocks(make_request().block_hashes[:2])
@@ -146,8 +149,11 @@ def test_blocks_of_ones_own_cut_go_on_where_anothers_end(store: StorageBackend) 
         assert second.workers[0].take_counts()[second.workers[0].namespace.digest]["gather ok"] == 2
 
 
-def test_a_piece_evicted_after_the_look_up_is_computed(store: StorageBackend) -> None:
-    with contextlib.closing(CutInstance(store, 2)) as first, contextlib.closing(CutInstance(store, 1)) as second:
+def test_a_block_with_a_part_evicted_after_the_look_up_is_computed(store: StorageBackend) -> None:
+    with (
+        contextlib.closing(ShardedInstance(store, 2)) as first,
+        contextlib.closing(ShardedInstance(store, 1)) as second,
+    ):
         first.compute(make_request(), TABLE)
         again = make_request(name="b")
         matched = second.match_request(again)
@@ -159,20 +165,20 @@ def test_a_piece_evicted_after_the_look_up_is_computed(store: StorageBackend) ->
         assert not any(layer[3:5].any() for layer in second.ranks[0])
 
 
-def test_blocks_that_lie_in_another_order_are_not_read(store: StorageBackend) -> None:
+def test_blocks_with_another_order_of_axes_are_not_loaded(store: StorageBackend) -> None:
     with (
-        contextlib.closing(CutInstance(store, 2, token_first)) as first,
-        contextlib.closing(CutInstance(store, 1, head_first)) as second,
+        contextlib.closing(ShardedInstance(store, 2, token_first)) as first,
+        contextlib.closing(ShardedInstance(store, 1, head_first)) as second,
     ):
         first.compute(make_request(), TABLE)
         assert second.match_request(make_request(name="b")) == 0
 
 
-def test_memory_whose_axes_are_not_known_has_none() -> None:
+def test_memory_of_three_axes_reports_no_axes() -> None:
     assert KVMemory({"l": torch.zeros(4, 3, 5)}, 4).axes == ()
 
 
-def test_a_rank_of_one_head_knows_where_several_would_lie() -> None:
+def test_a_rank_with_one_head_knows_the_layout_of_several_heads() -> None:
     for make_layer in (head_first, token_first, head_outside):
         one, two = (KVMemory({"l": make_layer(heads)}, NUM_BLOCKS) for heads in (1, 2))
         assert one.layout_of(2) == two.layout
