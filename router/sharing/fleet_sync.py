@@ -36,6 +36,8 @@ class _Known:
     orders: Orders = _NO_ORDERS
     ordered: Version = NEVER
     """Version of the operator commands ``orders``."""
+    is_void: bool = False
+    """Whether ``orders`` do not apply to an instance that registers here next, because the last one was removed."""
     noted_at: float = -math.inf
 
 
@@ -68,6 +70,9 @@ class FleetSync:
 
     async def announce_instance(self, instance: Instance) -> None:
         """Send the record of a new registration, and wait until all processes of this router have received it."""
+        known = self._known.get(instance.key)
+        if known is not None and not (known.is_void or known.orders.until_restart or instance.orders != _NO_ORDERS):
+            instance.apply_orders(known.orders)
         self._send_record(instance, is_news=True)
         await self._link.ask_peers("heard")
 
@@ -82,6 +87,8 @@ class FleetSync:
     def announce_removal(self, instance: Instance) -> None:
         """Notify the other processes that service discovery has removed an instance."""
         self._send_record(instance, is_news=True, is_removed=True)
+        if (known := self._known.get(instance.key)) is not None:
+            known.is_void = True
 
     def announce_lost_cache(self, key: str) -> None:
         """Notify the other processes that an instance's own cache is empty."""
@@ -227,8 +234,14 @@ class FleetSync:
             instance.set_models(frozenset(record["models"]), asked_at, is_remote=self._peer_logs(record["teller"]))
 
     def _send_changed_orders(self, key: str) -> None:
-        """Send the commands of an instance that has restarted, because the restart may have ended its drain."""
+        """Send the commands of an instance that has restarted, because the restart may have ended its drain.
+
+        If the instance was removed, its commands have ended, unless only this router has lost it: while the other
+        routers cannot be reached, they may still have it.
+        """
         instance, known = self._registry.get(key), self._known.get(key)
+        if instance is None and known is not None:
+            known.is_void = not self._link.trouble
         if instance is not None and instance.orders != (_NO_ORDERS if known is None else known.orders):
             self._send_record(instance, is_news=False)
 

@@ -325,6 +325,22 @@ def test_an_order_from_before_an_instance_was_gone_is_void_for_all_when_it_regis
     assert states(first, second) == ["healthy"] * 2
 
 
+def test_a_router_that_alone_has_lost_an_instance_does_not_end_its_orders(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    assert second.client.post("/admin/drain", json={"instance": instance.key}).status_code == 200
+    first.app.link.trouble = "Redis is gone"
+    forget(first, instance.key)
+    first.app.link.trouble = ""
+    instance.register(first.url)
+    assert states(first, second) == ["draining"] * 2
+    assert first.client.post("/admin/drain", json={"instance": instance.key, "undrain": True}).status_code == 200
+    instance.register(first.url)
+    assert states(first, second) == ["healthy"] * 2
+
+
 def test_an_order_that_holds_elsewhere_holds_here_when_a_forgotten_instance_is_told_of_again(
     workers: list[RouterUnderTest],
 ) -> None:
