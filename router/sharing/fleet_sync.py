@@ -192,6 +192,8 @@ class FleetSync:
             self._health.probe_soon(instance)
 
     def _add_instance(self, record: dict[str, Any], orders: Orders, *, proven: bool) -> None:
+        if record["permanent"] and not record["has_heartbeat"] and not self._link.is_of_same_router(record["teller"]):
+            return  # it is in another router's register file, from which an operator may have removed it meanwhile
         registration = self._read_registration(record)
         if registration is None:
             return

@@ -341,6 +341,20 @@ def test_a_router_that_alone_has_lost_an_instance_does_not_end_its_orders(
     assert states(first, second) == ["healthy"] * 2
 
 
+@pytest.mark.parametrize(
+    ("teller", "has_heartbeat", "is_added"),
+    [("another", False, False), ("another", True, True), ("", False, True)],
+)
+def test_one_in_the_register_file_of_another_router_is_added_if_it_registers(
+    workers: list[RouterUnderTest], teller: str, has_heartbeat: bool, is_added: bool
+) -> None:
+    first, second = workers
+    record = {**renewal_of(first), "permanent": True, "has_heartbeat": has_heartbeat}
+    forget(second, key_of(first))
+    tell(second, {**record, "version": [100, "later"], "teller": teller or second.app.link.name})
+    assert bool(registered(second)) is is_added
+
+
 def test_an_order_that_holds_elsewhere_holds_here_when_a_forgotten_instance_is_told_of_again(
     workers: list[RouterUnderTest],
 ) -> None:
