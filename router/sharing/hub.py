@@ -19,7 +19,8 @@ These messages are exchanged only between workers and their supervisor: ``ready`
 
 These are exchanged only between routers::
 
-    hello                                          a router has connected, and lacks the others' data
+    hello                                          a router has connected, or hears another one again, and lacks
+                                                   the others' data
     limits         router, running, charged        the usage of the limits at a router
     want_prefixes  router, asker                   a new router asks the other router for its prefixes
 """

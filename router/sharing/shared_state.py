@@ -301,6 +301,7 @@ class SharedState:
             return
         # After a failure, a router sends the same messages again over a new connection. The network may still deliver
         # the earlier batch over the old connection, even after later batches.
+        is_back = sender in self._last_batches
         last = self._last_batches.setdefault(sender, number - 1)
         if number <= last:
             return
@@ -309,6 +310,8 @@ class SharedState:
             self._forget_processes(sender)
         if sender not in self._received_at:
             _log.info("router %s shares its state with this router", sender)
+            if is_back:
+                self.send_message("hello")  # this router has forgotten the other's limits, because it was silent
         self._received_at[sender] = self._clock()
         for message in batch:
             try:

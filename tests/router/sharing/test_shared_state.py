@@ -209,6 +209,24 @@ def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(
     run_two(redis, work)
 
 
+def test_a_router_that_was_silent_is_asked_again_how_much_of_the_limits_it_uses(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[dict[str, int]] = []
+
+    async def work(first: Router, second: Router) -> None:
+        second.hub.admission = AdmissionServer(Admission(RouterSettings()), lambda *_: None)
+        monkeypatch.setattr(second.hub.admission, "note_elsewhere", lambda _, there, __: running.append(there))
+        gate = AdmissionServer(Admission(RouterSettings(max_concurrent_requests=5)), first.hub.send_limits)
+        first.hub.admission = gate
+        gate.admit_request("a-0", 1, "client", 0, 10, lambda *_: None)
+        await until(lambda: running == [{"client": 1}])
+        second.shared._forget_router("a")  # as after GONE_SECONDS without a message
+        await until(lambda: running == [{"client": 1}, {}, {"client": 1}])
+
+    run_two(redis, work)
+
+
 class Placing:
     """The prefixes that a router's only worker knows."""
 
