@@ -47,6 +47,9 @@ RETRY_SECONDS = 1.0
 CLOSE_SECONDS = 3.0
 # More messages wait only while Redis hangs. Then the oldest are dropped, because all data is sent again afterwards.
 MAX_WAITING = 10_000
+# Maximum number of messages in one batch. All messages that wait after an interruption can have more than 100 MB, which
+# is too much for a network within ANSWER_SECONDS, and for the buffer in Redis of each subscriber (32 MB).
+MAX_BATCH = 1000
 # A new router waits at most this time for the first message of another router. Then it requests prefixes from at most
 # this number of routers, one after the other, each with this timeout. (It must be less than ANSWER_SECONDS, the timeout
 # of each Redis command.)
@@ -59,6 +62,8 @@ PREFIXES_EXPIRY_SECONDS = 10
 
 # The types of messages that routers send each other; see ``hub.py``.
 _KINDS = frozenset({"publish", "keep", "gone", "ask", "answers", "hello", "limits", "want_prefixes"})
+# Of these, the types that are useless or harmful after an interruption; see ``SharedState._exchange_records``.
+_ONLY_IN_TIME = frozenset({"keep", "ask", "answers", "hello", "want_prefixes"})
 _PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 
 
@@ -175,7 +180,8 @@ class SharedState:
         await asyncio.wait([connecting], timeout=CLOSE_SECONDS)
         if self._is_up:
             try:
-                await self._send_batch()
+                while self._waiting:
+                    await self._send_batch()
             except (RedisError, OSError) as exc:
                 _log.info("the other routers could not be informed that this router ends: %s", exc)
         await self._redis.aclose()
@@ -204,9 +210,11 @@ class SharedState:
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(self._channel)
             await self._exchange_records()
+            self.send_message("hello")  # a new router and the others do not have each other's data yet
+            while self._waiting:  # a full or read-only Redis does not store the records
+                await self._send_batch()
             self._received_own_at = self._clock()
             self._set_trouble("")
-            self.send_message("hello")  # a new router and the others do not have each other's data yet
             self._on_message(["hello"])
             self._is_exchanging = True
             sending = asyncio.ensure_future(self._keep_sending())
@@ -246,14 +254,20 @@ class SharedState:
                 _log.error("the record of %r in the shared state is ignored: %s", member[:100], exc)
             else:
                 self._on_message(["keep", key, known[key]])
-        self._remove_charges()
+        # An unsent record may be older than the one in Redis, so the present one is sent in its place.
+        unsent = {message[1] for message in self._waiting if message[0] == "keep"}
+        self._remove_late_messages()
         for key, record in self._list_records().items():
-            if record != known.get(key):
+            if record != known.get(key) or key in unsent:
                 self.send_message("keep", key, record)
 
-    def _remove_charges(self) -> None:
-        """Remove charged tokens from the unsent messages: other routers must not charge clients late or twice."""
-        uncharged = [(*message[:3], {}) if message[0] == "limits" else message for message in self._waiting]
+    def _remove_late_messages(self) -> None:
+        """Remove from the unsent messages what other routers must not receive late or twice.
+
+        These are charged tokens, and queries: nobody waits for the answers, and an abort would end later requests.
+        """
+        unsent = [message for message in self._waiting if message[0] not in _ONLY_IN_TIME]
+        uncharged = [(*message[:3], {}) if message[0] == "limits" else message for message in unsent]
         self._waiting = deque(uncharged, MAX_WAITING)
 
     async def _keep_sending(self) -> None:
@@ -266,9 +280,9 @@ class SharedState:
             await asyncio.sleep(SEND_SECONDS)
 
     async def _send_batch(self) -> None:
-        batch = list(self._waiting)
-        self._waiting.clear()
-        self._has_waiting.clear()
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
+        if not self._waiting:
+            self._has_waiting.clear()
         self._num_batches += 1
         try:
             data = pack([self.name, self._num_batches, batch])

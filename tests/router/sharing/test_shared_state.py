@@ -406,6 +406,63 @@ def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_r
     asyncio.run(run())
 
 
+def test_a_redis_that_stores_nothing_counts_as_gone_until_it_does(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.02)
+    caplog.set_level("INFO", "router.sharing.shared_state")
+
+    async def work(first: Router, second: Router) -> None:
+        tries: list[None] = []
+        exchange = first.shared._exchange_records
+
+        async def count_tries() -> None:
+            tries.append(None)
+            await exchange()
+
+        monkeypatch.setattr(first.shared, "_exchange_records", count_tries)
+        first.link.keep_record("one", make_record(1))
+        await until(lambda: "one" in second.records)
+        await first.shared._redis.config_set("maxmemory", 1)
+        first.link.keep_record("one", make_record(2))
+        await until(lambda: len(tries) > 5)
+        assert first.link.trouble
+        assert sum("can be reached" in line for line in caplog.messages) == 2  # of each router, at its start
+        await first.shared._redis.config_set("maxmemory", 0)
+        await until(lambda: second.records["one"] == make_record(2) and not first.link.trouble)
+
+    run_two(redis, work)
+
+
+def test_what_waits_for_redis_is_sent_in_small_batches_but_no_late_query(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(shared_state, "MAX_BATCH", 2)
+
+    async def work(first: Router, second: Router) -> None:
+        asked: list[Any] = []
+        second.link.answer_topic("abort", asked.append)
+        first.link.keep_record("one", make_record(1))
+        await until(lambda: "one" in second.records)
+        redis.kill()
+        asking = asyncio.ensure_future(first.link.ask_peers("abort", "late", everywhere=True))
+        for number in range(9):
+            first.link.publish_event("news", number)
+        first.link.keep_record("one", make_record(2))
+        await until(lambda: bool(first.link.trouble and second.link.trouble))
+        await asking
+        second.link.keep_record("one", make_record(3))
+        redis.start()
+        await until(lambda: not first.link.trouble and not second.link.trouble)
+        await until(lambda: first.records.get("one") == make_record(3))
+        await first.link.ask_peers("abort", "now", everywhere=True)
+        assert asked == ["now"]
+        assert second.heard == [("a-0", number) for number in range(9)][-len(second.heard) :]
+
+    run_two(redis, work)
+
+
 def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_back(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
