@@ -1,4 +1,4 @@
-"""LoRA adapters: blocks are shared only where it is sure which bytes vLLM computed with."""
+"""LoRA adapters: blocks are shared only if the bytes with which vLLM computed them are known."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lora:
 
 
 class Manager:
-    """vLLM's ``WorkerLoRAManager``, as far as it reads adapters."""
+    """The part of vLLM's ``WorkerLoRAManager`` that reads adapters."""
 
     def _load_adapter(self, lora: Any) -> bytes:
         return (Path(lora.lora_path) / WEIGHTS).read_bytes()
@@ -53,12 +53,12 @@ class LoraInstance(Instance):
             worker.adapters.watch(manager)
 
     def read(self, lora: Lora, ranks: int | None = None) -> None:
-        """Have ranks read an adapter, without a word to the scheduler."""
+        """Let ranks read an adapter, without a report to the scheduler."""
         for manager in self.managers[:ranks]:
             manager()._load_adapter(lora)
 
     def add(self, lora: Lora) -> None:
-        """Have it read, and wait until the scheduler knows its digest."""
+        """Let all ranks read an adapter, and wait until the scheduler knows its digest."""
         self.read(lora)
         wait_until(lambda: self.knows(lora), "the digest of an adapter")
 
@@ -66,12 +66,12 @@ class LoraInstance(Instance):
         self.step({}, {})
         return self.scheduler._adapters.find_digest(lora, len(self.workers)) is not None
 
-    def computes(self, lora: Lora, name: str = "computed") -> None:
+    def compute_prompt(self, lora: Lora, name: str = "computed") -> None:
         """Compute a prompt with the adapter."""
         self.compute(make_request(name=name, lora_request=lora), [0, 1, 2, 3, 4, 5])
 
-    def finds(self, lora: Lora | None, name: str = "asked") -> int:
-        """How many tokens of that prompt are found."""
+    def count_found(self, lora: Lora | None, name: str = "asked") -> int:
+        """Return how many tokens of the prompt are in the pool."""
         return self.match_request(make_request(name=name, lora_request=lora))
 
 
@@ -93,108 +93,106 @@ def replace_weights(lora: Lora, weights: bytes = b"two") -> None:
     _write_in_place(Path(lora.lora_path) / WEIGHTS, weights)
 
 
-def test_instances_share_an_adapters_blocks_and_nobody_without_it_finds_them(
-    two: tuple[LoraInstance, LoraInstance], lora: Lora
-) -> None:
+def test_only_requests_with_the_adapter_find_its_blocks(two: tuple[LoraInstance, LoraInstance], lora: Lora) -> None:
     first, second = two
     first.add(lora)
     second.add(lora)
-    first.computes(lora)
-    assert second.finds(lora) == 20
-    assert second.finds(None, "without it") == 0
+    first.compute_prompt(lora)
+    assert second.count_found(lora) == 20
+    assert second.count_found(None, "without adapter") == 0
 
 
-def test_another_adapter_under_the_same_name_and_path_finds_nothing(
+def test_another_adapter_with_the_same_name_and_path_finds_no_block(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, second = two
     first.add(lora)
-    first.computes(lora)
+    first.compute_prompt(lora)
     replace_weights(lora)
     second.add(lora)
-    assert second.finds(lora) == 0
+    assert second.count_found(lora) == 0
 
 
-def test_what_was_loaded_before_the_files_changed_is_saved_under_no_name(
+def test_blocks_of_an_adapter_are_not_saved_after_its_files_changed(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, second = two
     first.add(lora)
     replace_weights(lora)  # before the first request
-    first.computes(lora)
+    first.compute_prompt(lora)
     second.add(lora)
-    assert second.finds(lora) == 0
+    assert second.count_found(lora) == 0
     assert first.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_an_adapter_that_vllm_reads_again_after_a_change_is_cached_no_more(
+def test_an_adapter_that_vllm_reads_again_after_a_change_is_no_longer_cached(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, second = two
     first.add(lora)
-    first.computes(lora)
+    first.compute_prompt(lora)
     replace_weights(lora)
-    first.read(lora)  # it had been pushed out, or is a new number of the same name and path
+    first.read(lora)  # vLLM has evicted the adapter, or has a new number for the same name and path
     second.add(lora)
     first.step({}, {})
-    assert first.finds(lora) == 0
-    first.computes(lora, "computed again")
-    assert second.finds(lora) == 0
+    assert first.count_found(lora) == 0
+    first.compute_prompt(lora, "computed again")
+    assert second.count_found(lora) == 0
 
 
-def test_an_adapter_that_is_as_it_was_when_vllm_reads_it_again_stays_cached(
+def test_an_adapter_that_vllm_reads_again_without_a_change_is_still_cached(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, _ = two
     first.add(lora)
-    first.computes(lora)
+    first.compute_prompt(lora)
     first.read(lora)
-    assert first.finds(lora) == 20
+    assert first.count_found(lora) == 20
 
 
-def test_an_adapter_that_was_loaded_in_place_is_never_cached_again(
+def test_an_adapter_that_is_loaded_in_place_is_no_longer_cached(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, second = two
     first.add(lora)
     second.add(lora)
-    first.computes(lora)
+    first.compute_prompt(lora)
     in_place = Lora(lora.lora_name, lora.lora_path, load_inplace=True)
     first.read(in_place)
     first.step({}, {})
-    assert first.finds(in_place, "in place") == 0
-    assert first.finds(lora) == 0, "requests of before still run with its number"
-    assert second.finds(lora) == 20
+    assert first.count_found(in_place, "in place") == 0
+    assert first.count_found(lora) == 0, "earlier requests still run with the adapter's number"
+    assert second.count_found(lora) == 20
 
 
-def test_a_request_whose_adapter_was_loaded_in_place_is_not_cached_though_no_worker_has_said_so(
+def test_a_request_with_load_inplace_ends_caching_before_any_report_of_a_worker(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, _ = two
     first.add(lora)
-    first.computes(lora)
-    assert first.finds(Lora(lora.lora_name, lora.lora_path, load_inplace=True), "in place") == 0
-    assert first.finds(lora) == 0
+    first.compute_prompt(lora)
+    assert first.count_found(Lora(lora.lora_name, lora.lora_path, load_inplace=True), "in place") == 0
+    assert first.count_found(lora) == 0
 
 
-def test_files_that_change_while_blocks_are_loaded_make_them_computed(
+def test_blocks_are_computed_if_the_adapters_files_change_during_the_load(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, second = two
     first.add(lora)
     second.add(lora)
-    first.computes(lora)
+    first.compute_prompt(lora)
     request = make_request(name="b", lora_request=lora)
     matched = second.match_request(request)
     replace_weights(lora)
     second.scheduler.on_allocation(request, lambda: [4, 8, 11, 10, 6, 0], matched)
     loaded = second.step({}, {})
     assert (loaded.requests, loaded.blocks) == ({"b"}, {4, 8, 11, 10, 6})
-    assert second.finds(lora, "later") == 0
+    assert second.count_found(lora, "later") == 0
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_files_that_change_while_vllm_reads_them_are_not_cached(tmp_path: Path, lora: Lora) -> None:
+def test_an_adapter_is_not_cached_if_its_files_change_while_vllm_reads_them(tmp_path: Path, lora: Lora) -> None:
     class Slow(Manager):
         def _load_adapter(self, lora: Any) -> bytes:
             read = super()._load_adapter(lora)
@@ -207,13 +205,15 @@ def test_files_that_change_while_vllm_reads_them_are_not_cached(tmp_path: Path, 
     assert loaded.take_digests() == {name_adapter(lora): None}
 
 
-def test_files_that_change_while_they_are_hashed_are_not_cached(lora: Lora, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_not_cached_if_its_files_change_while_we_hash_them(
+    lora: Lora, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def digest(path: str, kind: bytes) -> bytes:
         replace_weights(lora)
         return b"d" * 32
 
     monkeypatch.setattr(adapters, "_digest_files", digest)
-    assert wait_for_news(loaded_by(lora)) == {name_adapter(lora): None}
+    assert wait_for_digests(load_adapter(lora)) == {name_adapter(lora): None}
 
 
 @pytest.mark.parametrize(
@@ -225,35 +225,35 @@ def test_files_that_change_while_they_are_hashed_are_not_cached(lora: Lora, monk
         lambda folder: os.replace(_write(folder / "new", b"two"), folder / WEIGHTS),
         lambda folder: _write_in_place(folder / WEIGHTS, b"two", keeps_time=True),
     ],
-    ids=["time", "file more", "file less", "replaced", "same size and time"],
+    ids=["time", "added file", "removed file", "replaced file", "same size and time"],
 )
-def test_any_change_of_the_files_is_noticed(lora: Lora, change: Callable[[Path], object]) -> None:
-    loaded = loaded_by(lora)
-    wait_for_news(loaded)
+def test_any_change_of_the_files_is_detected(lora: Lora, change: Callable[[Path], object]) -> None:
+    loaded = load_adapter(lora)
+    wait_for_digests(loaded)
     assert loaded.is_unchanged(name_adapter(lora))
     change(Path(lora.lora_path))
     assert not loaded.is_unchanged(name_adapter(lora))
     assert loaded.take_digests() == {name_adapter(lora): None}
     assert not loaded.is_unchanged(name_adapter(lora))
-    assert loaded.take_digests() == {}, "it is said once"
+    assert loaded.take_digests() == {}, "a change is reported once"
 
 
-def test_files_that_cannot_be_read_now_do_not_keep_the_process(lora: Lora) -> None:
-    loaded = loaded_by(lora)
+def test_files_are_hashed_in_a_daemon_thread(lora: Lora) -> None:
+    loaded = load_adapter(lora)
     assert loaded._thread is not None
     assert loaded._thread.daemon
 
 
-def test_a_change_that_is_undone_does_not_make_the_adapter_cached_again(lora: Lora) -> None:
-    loaded = loaded_by(lora)
-    wait_for_news(loaded)
+def test_an_adapter_is_not_cached_again_after_its_change_is_undone(lora: Lora) -> None:
+    loaded = load_adapter(lora)
+    wait_for_digests(loaded)
     os.rename(lora.lora_path, lora.lora_path + ".away")
     assert not loaded.is_unchanged(name_adapter(lora))
     os.rename(lora.lora_path + ".away", lora.lora_path)
     assert not loaded.is_unchanged(name_adapter(lora))
 
 
-def test_a_digest_covers_names_and_bytes_and_the_kind_of_all_files(tmp_path: Path) -> None:
+def test_a_digest_depends_on_the_names_bytes_and_kind_of_all_files(tmp_path: Path) -> None:
     digests = set()
     contents = [{WEIGHTS: b"one"}, {WEIGHTS: b"two"}, {"other": b"one"}, {WEIGHTS: b"one", "more": b""}]
     for number, files in enumerate(contents):
@@ -262,37 +262,37 @@ def test_a_digest_covers_names_and_bytes_and_the_kind_of_all_files(tmp_path: Pat
             folder.mkdir()
             for name, content in files.items():
                 (folder / name).write_bytes(content)
-            (digest,) = wait_for_news(loaded_by(Lora("ad", str(folder), is_3d_lora_weight=is_3d))).values()
+            (digest,) = wait_for_digests(load_adapter(Lora("ad", str(folder), is_3d_lora_weight=is_3d))).values()
             digests.add(digest)
     assert len(digests) == 8
     assert all(digest is not None and len(digest) == 32 for digest in digests)
 
 
-def test_equal_files_elsewhere_have_the_same_digest(tmp_path: Path) -> None:
+def test_equal_files_in_another_folder_have_the_same_digest(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
         (folder / WEIGHTS).write_bytes(bytes(3 << 20))
         (folder / "folder").mkdir()
-    one, two = (wait_for_news(loaded_by(Lora("ad", str(folder)))) for folder in folders)
+    one, two = (wait_for_digests(load_adapter(Lora("ad", str(folder)))) for folder in folders)
     assert list(one.values()) == list(two.values()) != [None]
 
 
-def test_one_adapter_as_two_kinds_of_file_is_not_cached(lora: Lora) -> None:
-    loaded = loaded_by(lora)
-    wait_for_news(loaded)
+def test_an_adapter_that_is_read_as_two_kinds_is_not_cached(lora: Lora) -> None:
+    loaded = load_adapter(lora)
+    wait_for_digests(loaded)
     loaded._note_read(Lora("ad", lora.lora_path, is_3d_lora_weight=True), *[adapters._read_marks(lora.lora_path)] * 2)
     assert loaded.take_digests() == {name_adapter(lora): None}
 
 
-def test_an_adapter_that_is_no_folder_here_is_not_cached(lora: Lora) -> None:
+def test_an_adapter_without_a_folder_is_not_cached(lora: Lora) -> None:
     loaded = LoadedAdapters()
     nowhere = Lora("ad", "/nowhere/adapter")
     loaded._note_read(nowhere, None, None)
     assert loaded.take_digests() == {name_adapter(nowhere): None}
 
 
-def test_an_adapter_that_vllm_could_not_read_may_be_read_later(lora: Lora) -> None:
+def test_an_adapter_that_vllm_could_not_read_can_be_read_later(lora: Lora) -> None:
     loaded = LoadedAdapters()
     loaded.watch(manager := type("Own", (Manager,), {}))
     (Path(lora.lora_path) / WEIGHTS).unlink()
@@ -300,15 +300,15 @@ def test_an_adapter_that_vllm_could_not_read_may_be_read_later(lora: Lora) -> No
         manager()._load_adapter(lora)
     replace_weights(lora)
     assert manager()._load_adapter(lora) == b"two"
-    assert None not in wait_for_news(loaded).values()
+    assert None not in wait_for_digests(loaded).values()
 
 
-def test_a_vllm_that_reads_adapters_in_another_way_has_them_not_cached(caplog: pytest.LogCaptureFixture) -> None:
+def test_adapters_are_not_cached_if_vllm_reads_them_with_another_method(caplog: pytest.LogCaptureFixture) -> None:
     LoadedAdapters().watch(type("Other", (), {}))
     assert "requests with an adapter do not use the pool" in caplog.text
 
 
-def test_nothing_waits_for_a_digest_and_a_request_that_began_before_it_is_saved_after_it(
+def test_requests_do_not_wait_for_a_digest_and_their_blocks_are_saved_after_it(
     two: tuple[LoraInstance, LoraInstance], lora: Lora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two
@@ -322,7 +322,7 @@ def test_nothing_waits_for_a_digest_and_a_request_that_began_before_it_is_saved_
     monkeypatch.setattr(adapters, "_digest_files", digest)
     first.read(lora)
     request, table = make_request(lora_request=lora), [0, 1, 2, 3, 4, 5]
-    assert first.finds(lora) == 0
+    assert first.count_found(lora) == 0
     first.scheduler.on_allocation(request, lambda: table, 0)
     assert first.begin({"a": 12}, {"a": table}).saves == []
     may_go_on.set()
@@ -332,22 +332,22 @@ def test_nothing_waits_for_a_digest_and_a_request_that_began_before_it_is_saved_
     assert list(save.blocks) == [0, 1, 2, 3, 4]
     first.end_transfers()
     second.add(lora)
-    assert second.finds(lora) == 20
+    assert second.count_found(lora) == 20
 
 
-def test_blocks_of_a_request_that_is_not_cached_do_not_count_as_dropped(
+def test_blocks_of_a_request_that_is_not_cached_are_not_counted_as_dropped(
     two: tuple[LoraInstance, LoraInstance], lora: Lora
 ) -> None:
     first, _ = two
-    first.computes(lora)
+    first.compute_prompt(lora)
     assert first.scheduler.take_counts() == {}
 
 
-def test_saves_that_a_worker_refuses_count_as_dropped(two: tuple[LoraInstance, LoraInstance], lora: Lora) -> None:
+def test_saves_that_a_worker_refuses_are_counted_as_dropped(two: tuple[LoraInstance, LoraInstance], lora: Lora) -> None:
     first, _ = two
     first.add(lora)
     replace_weights(lora)
-    first.computes(lora)
+    first.compute_prompt(lora)
     (counts,) = first.workers[0].take_counts().values()
     assert counts == {"save dropped": 5}
 
@@ -360,18 +360,18 @@ def test_all_ranks_must_have_read_the_same_bytes(lora: Lora) -> None:
         instance.managers[1]()._load_adapter(lora)
         known: list[Report] = []
 
-        def both_said() -> bool:
+        def both_reported() -> bool:
             for worker in instance.workers:
                 known.append(worker.take_outcomes()[1])
             return sum(len(report.adapters) for report in known) >= 2
 
-        wait_until(both_said, "both digests")
+        wait_until(both_reported, "both digests")
         for report in known:
             instance.scheduler.on_report(report)
-        assert instance.finds(lora) == 0
+        assert instance.count_found(lora) == 0
 
 
-def test_the_scheduler_names_an_adapter_once_all_ranks_agree(lora: Lora) -> None:
+def test_the_scheduler_has_the_digest_of_an_adapter_when_all_ranks_agree(lora: Lora) -> None:
     known, adapter = KnownAdapters(), name_adapter(lora)
     assert known.find_digest(lora, 2) is None
     known.add_digests({adapter: [b"d"]})
@@ -383,28 +383,30 @@ def test_the_scheduler_names_an_adapter_once_all_ranks_agree(lora: Lora) -> None
     assert known.find_digest(lora, 2) is None
 
 
-def test_requests_of_a_vllm_that_loads_nothing_in_place_are_cached(lora: Lora) -> None:
+def test_requests_of_a_vllm_without_load_inplace_are_cached(lora: Lora) -> None:
     plain: Any = SimpleNamespace(lora_name=lora.lora_name, lora_path=lora.lora_path)
-    known, (adapter, digest) = KnownAdapters(), *wait_for_news(loaded_by(plain)).items()
+    known, (adapter, digest) = KnownAdapters(), *wait_for_digests(load_adapter(plain)).items()
     assert digest is not None
     known.add_digests({adapter: [digest]})
     assert known.find_digest(plain, 1) == digest
-    assert [digest] == list(wait_for_news(loaded_by(lora)).values()), "by default an adapter is of one kind"
+    assert [digest] == list(wait_for_digests(load_adapter(lora)).values()), (
+        "the attributes that are missing have the same defaults"
+    )
 
 
-def loaded_by(lora: Lora) -> LoadedAdapters:
-    """What a worker knows whose vLLM has just read an adapter."""
+def load_adapter(lora: Lora) -> LoadedAdapters:
+    """Return the ``LoadedAdapters`` of a worker after vLLM has read an adapter."""
     loaded = LoadedAdapters()
     loaded.watch(manager := type("Own", (Manager,), {"_load_adapter": lambda self, lora: None}))
     manager()._load_adapter(lora)
     return loaded
 
 
-def wait_for_news(loaded: LoadedAdapters) -> dict[Adapter, bytes | None]:
-    """The next news."""
-    news: dict[Adapter, bytes | None] = {}
-    wait_until(lambda: news.update(loaded.take_digests()) or bool(news), "news of an adapter")
-    return news
+def wait_for_digests(loaded: LoadedAdapters) -> dict[Adapter, bytes | None]:
+    """Return the next reported digests."""
+    digests: dict[Adapter, bytes | None] = {}
+    wait_until(lambda: digests.update(loaded.take_digests()) or bool(digests), "the digest of an adapter")
+    return digests
 
 
 def _write(path: Path, content: bytes) -> Path:
@@ -413,7 +415,7 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _write_in_place(path: Path, content: bytes, *, keeps_time: bool = False) -> None:
-    """Write at a time that the file system can tell from that of the last change."""
+    """Write until the file system has a later time of change than before."""
     before = path.stat() if path.exists() else None
 
     def write() -> bool:

@@ -1,4 +1,4 @@
-"""The vLLM connector as the installed vLLM sees it; skipped where none is, as in CI, for which vLLM is too large."""
+"""The vLLM connector with the classes of an installed vLLM. Without one, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def transfer(role: str = "kv_both", **extra: object) -> KVTransferConfig:
     )
 
 
-def config(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, Any]:
-    """The arguments that vLLM gives a connector, as far as this one looks at them."""
+def make_configs(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[Any, Any]:
+    """Return the parts of vLLM's two configurations that the connector uses."""
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     parallel: dict[str, object] = {**dict.fromkeys(sizes, 1), "distributed_executor_backend": None}
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
@@ -114,12 +114,12 @@ def test_vllm_finds_the_connector_by_its_module() -> None:
     assert KVConnectorFactory.get_connector_class(transfer()) is KVStoreConnector
 
 
-def test_nothing_abstract_is_left() -> None:
+def test_the_connector_has_no_abstract_method() -> None:
     assert not KVStoreConnector.__abstractmethods__
 
 
-def test_failed_loads_are_recomputed_without_being_asked_for(spec: Any, tmp_path: Any) -> None:
-    vllm_config, kv_cache_config = config(spec, {"pool": f"file://{tmp_path}/pool"})
+def test_failed_loads_are_recomputed_by_default(spec: Any, tmp_path: Any) -> None:
+    vllm_config, kv_cache_config = make_configs(spec, {"pool": f"file://{tmp_path}/pool"})
     connector = KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
     try:
         assert vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
@@ -129,8 +129,8 @@ def test_failed_loads_are_recomputed_without_being_asked_for(spec: Any, tmp_path
 
 
 @pytest.mark.parametrize("kind", FIELDS)
-def test_every_counted_field_of_vllms_own_classes_sets_instances_apart(kind: str) -> None:
-    """That defaults are found in these classes, too, and that nothing at its default counts."""
+def test_every_counted_field_of_vllms_classes_changes_the_collected_fields(kind: str) -> None:
+    """Fields with their default values are not collected."""
     import vllm.config as configs
 
     found = getattr(configs, kind, None) or importlib.import_module("vllm.config.diffusion").DiffusionConfig
@@ -143,7 +143,7 @@ def test_every_counted_field_of_vllms_own_classes_sets_instances_apart(kind: str
 
 
 def make_plain(kind: Any) -> Any:
-    """One with all of its fields at their defaults, which vLLM does not ask whether they fit."""
+    """Return an object with all fields at their defaults, without vLLM's validation."""
     made = object.__new__(kind)
     for field in dataclasses.fields(kind):
         default = _find_default(field)
@@ -169,11 +169,11 @@ def make_plain(kind: Any) -> Any:
         ({}, {"enable_prefix_caching": False, "enable_chunked_prefill": False}, "does not continue prompts"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_sentence(
+def test_an_unsupported_configuration_is_refused_in_one_sentence(
     spec: Any, extra: dict[str, object], changes: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
-        KVStoreConnector(*_ordered(config(spec, extra, **changes)))
+        KVStoreConnector(*_ordered(make_configs(spec, extra, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_what_cannot_work_is_refused_in_one_sentence(
 def test_images_without_content_hashes_are_refused(
     spec: Any, tmp_path: Path, caches: bool, cache_gb: int, only_text: bool, is_refused: bool
 ) -> None:
-    """vLLM's renderer names images by their content only if it has one of its two caches."""
+    """vLLM's renderer names images by their content only if one of its two caches is on."""
     media = MultiModalConfig(mm_processor_cache_gb=cache_gb, language_model_only=only_text)
     changes = {"multimodal_config": media, "enable_prefix_caching": caches}
-    configs = config(spec, {"pool": f"file://{tmp_path}/pool"}, **changes)
+    configs = make_configs(spec, {"pool": f"file://{tmp_path}/pool"}, **changes)
     with pytest.raises(ConfigError, match="numbers images") if is_refused else contextlib.nullcontext():
         KVStoreConnector(*_ordered(configs)).shutdown()
     renderer: Any = SimpleNamespace(
@@ -206,34 +206,32 @@ def test_images_without_content_hashes_are_refused(
         ({"is_mm_prefix_lm": True, "enable_chunked_prefill": False}, False),
     ],
 )
-def test_images_that_chunks_may_split_are_known(spec: Any, changes: dict[str, object], splits: bool) -> None:
-    assert support_module.splits_media(config(spec, {}, **changes)[0]) is splits
+def test_splits_media_is_true_if_chunks_can_split_images(spec: Any, changes: dict[str, object], splits: bool) -> None:
+    assert support_module.splits_media(make_configs(spec, {}, **changes)[0]) is splits
 
 
 def test_an_instance_that_only_saves_cannot_wait_for_blocks(spec: Any) -> None:
-    vllm_config, kv_cache_config = config(spec, {})
+    vllm_config, kv_cache_config = make_configs(spec, {})
     vllm_config.kv_transfer_config = transfer("kv_producer", pool="file:///tmp/pool", prefill_wait_s=1)
     with pytest.raises(ConfigError, match="kv_role kv_producer loads nothing"):
         KVStoreConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
 
 
-def test_models_without_full_attention_are_refused() -> None:
+def test_an_unknown_kind_of_kv_is_refused() -> None:
     with pytest.raises(ConfigError, match="stores its KV as SimpleNamespace"):
-        KVStoreConnector(*_ordered(config(SimpleNamespace(), {})))
+        KVStoreConnector(*_ordered(make_configs(SimpleNamespace(), {})))
 
 
 @pytest.mark.parametrize("change", [{"enable_prefix_caching": False}, {"enable_chunked_prefill": False}])
-def test_a_user_may_switch_prefix_caching_or_chunked_prefill_off(spec: Any, tmp_path: Any, change: Any) -> None:
-    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"}, **change)))
+def test_prefix_caching_or_chunked_prefill_can_be_off(spec: Any, tmp_path: Any, change: Any) -> None:
+    connector = KVStoreConnector(*_ordered(make_configs(spec, {"pool": f"file://{tmp_path}/pool"}, **change)))
     connector.shutdown()
 
 
-def test_prefix_caching_that_vllm_switched_off_for_batch_invariance_is_refused(
-    spec: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_invariance_without_prefix_caching_is_refused(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ConfigError, match="VLLM_BATCH_INVARIANT is set"):
-        KVStoreConnector(*_ordered(config(spec, {}, enable_prefix_caching=False)))
+        KVStoreConnector(*_ordered(make_configs(spec, {}, enable_prefix_caching=False)))
 
 
 @pytest.mark.parametrize(
@@ -259,25 +257,25 @@ def test_the_older_ray_executor_is_refused_with_pipeline_stages(
     if variable is not None:
         monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", variable)
     changes = {"distributed_executor_backend": executor, "pipeline_parallel_size": num_stages}
-    configs = config(spec, {"pool": f"file://{tmp_path}/pool"}, **changes)
+    configs = make_configs(spec, {"pool": f"file://{tmp_path}/pool"}, **changes)
     with pytest.raises(ConfigError, match="would never end") if is_refused else contextlib.nullcontext():
         KVStoreConnector(*_ordered(configs)).shutdown()
 
 
-def test_only_specs_that_are_known_to_be_causal_are_taken(tmp_path: Any) -> None:
-    """Of all of vLLM's: one that is derived from a known one may be anything."""
+def test_only_specs_of_known_causal_attention_are_accepted(tmp_path: Any) -> None:
+    """The test tries all specs of vLLM. A class that is derived from a known one can have different semantics."""
     from vllm.v1 import kv_cache_interface as interface
 
-    taken = []
+    accepted = []
     for kind in _list_subclasses(interface.KVCacheSpec):
-        made: Any = object.__new__(kind)  # with defaults alone, which the type decides before
+        made: Any = object.__new__(kind)  # the type is checked before the fields
         sizes = {"block_size": 16, "sliding_window": 64, "attention_chunk_size": 64, "mamba_cache_mode": "align"}
         for name, value in {**sizes, "dtype": torch.float32, "kv_cache_specs": {}}.items():
             object.__setattr__(made, name, value)
         with contextlib.suppress(ConfigError):
-            KVStoreConnector(*_ordered(config(made, {"pool": f"file://{tmp_path}/pool"}))).shutdown()
-            taken.append(kind.__name__)
-    assert sorted(taken) == [
+            KVStoreConnector(*_ordered(make_configs(made, {"pool": f"file://{tmp_path}/pool"}))).shutdown()
+            accepted.append(kind.__name__)
+    assert sorted(accepted) == [
         "ChunkedLocalAttentionSpec",
         "FullAttentionSpec",
         "MLAAttentionSpec",
@@ -293,10 +291,10 @@ def test_models_that_attend_to_later_tokens_are_refused(flag: str) -> None:
 
     spec = MLAAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, **{flag: True})
     with pytest.raises(ConfigError, match="depends on later tokens"):
-        KVStoreConnector(*_ordered(config(spec, {})))
+        KVStoreConnector(*_ordered(make_configs(spec, {})))
 
 
-def test_vllms_cache_is_reset_while_transfers_hold_blocks_of_it() -> None:
+def test_vllms_cache_can_be_reset_while_transfers_hold_blocks() -> None:
     from vllm.v1.core.block_pool import BlockPool
 
     pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
@@ -304,7 +302,7 @@ def test_vllms_cache_is_reset_while_transfers_hold_blocks_of_it() -> None:
     scheduler.bind_blocks(pool)
     blocks = pool.get_new_blocks(3)
     pins = [scheduler._pin_blocks(None, [], [block.block_id for block in blocks[:n]], is_load=False) for n in (3, 2)]
-    assert not pool.reset_prefix_cache(), "requests hold blocks, too"
+    assert not pool.reset_prefix_cache(), "requests hold blocks"
     pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
     assert [block.ref_cnt for block in blocks] == [2, 2, 1]
@@ -317,7 +315,7 @@ def test_vllms_cache_is_reset_while_transfers_hold_blocks_of_it() -> None:
     scheduler.close()
 
 
-def test_what_vllm_reads_adapters_with_is_where_it_is_watched() -> None:
+def test_vllm_reads_adapters_with_the_method_that_we_watch() -> None:
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
     assert list(inspect.signature(WorkerLoRAManager._load_adapter).parameters) == ["self", "lora_request"]
@@ -325,7 +323,7 @@ def test_what_vllm_reads_adapters_with_is_where_it_is_watched() -> None:
     assert "self._load_adapter(lora_request)" in inspect.getsource(LRUCacheWorkerLoRAManager.add_adapter)
 
 
-def test_statistics_add_up() -> None:
+def test_aggregate_adds_statistics() -> None:
     stats = KVStoreStats({"abc": {"load ok": 2, "load bytes": 10}}).aggregate(
         KVStoreStats({"abc": {"load ok": 1}, "def": {"lookup absent": 4}})
     )
@@ -333,7 +331,7 @@ def test_statistics_add_up() -> None:
 
 
 class ModelConfig(ModelConfigOfVllm):  # type: ignore[misc]
-    """vLLM's, without a model that it would have to read."""
+    """vLLM's class, without a model to read."""
 
     use_mla = False
     is_diffusion = False
@@ -351,7 +349,7 @@ HEADS, NUM_BLOCKS, BLOCK = 2, 16, 4
 
 
 def make_config(folder: Path, pool: Path, **extra: object) -> Any:
-    """What vLLM gives a connector, as its command line would have it."""
+    """Return vLLM's configuration, as from its command line."""
     import vllm.config as configs
 
     config = make_plain(configs.VllmConfig)
@@ -378,12 +376,12 @@ def make_config(folder: Path, pool: Path, **extra: object) -> Any:
 
 
 class LookUps:
-    """An instance whose scheduler is asked what the pool has."""
+    """An instance whose scheduler looks up the blocks of a request."""
 
     scheduler: Any
 
     def match(self, request: Request) -> tuple[int, bool]:
-        """What the pool has of a request."""
+        """Look up a request; return the number of tokens in the pool, and whether a load follows."""
         answers: list[Any] = []
 
         def is_known() -> bool:
@@ -395,7 +393,7 @@ class LookUps:
 
 
 class VllmInstance(LookUps):
-    """A scheduler's connector and a worker's, which are called in the order in which vLLM does."""
+    """A scheduler's connector and a worker's. The methods call them in vLLM's order."""
 
     def __init__(self, config: Any) -> None:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=3, dtype=torch.float32)
@@ -413,7 +411,7 @@ class VllmInstance(LookUps):
         self.scheduler.bind_gpu_block_pool(self.blocks)
 
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Any:
-        """One step: the requests whose loads ended."""
+        """Run one step; return the requests with loads that ended."""
         state = SimpleNamespace(get_block_ids=lambda request_id: (tables[request_id],))
         output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
         plan = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
@@ -441,7 +439,7 @@ class VllmInstance(LookUps):
         wait_until(lambda: self.step({}, {}) and not self.scheduler.has_pending_push_work(), "the saves")
 
     def load(self, request: Request, table: list[int]) -> Any:
-        """Load what the pool has of it; the results of the step in which that ended."""
+        """Load the blocks of a request; return the results of the step in which the load ended."""
         matched, is_async = self.match(request)
         assert is_async
         self.scheduler.update_state_after_alloc(request, Table(table), matched)
@@ -461,7 +459,7 @@ class VllmInstance(LookUps):
 
 
 class TickingClock(HostClock):
-    """Keeps what it is told."""
+    """A clock that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +484,7 @@ class Table:
 
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process group is up here."""
+    """Simulate the first rank without a process group."""
     monkeypatch.setattr(namespace_module, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(namespace_module, "mark_changed_weights", lambda version, folder: version)
     monkeypatch.setattr(connector_module, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
@@ -494,7 +492,7 @@ def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestTwoInstances:
-    """vLLM's calls, from a prompt that one computes to another that loads it, over a folder."""
+    """vLLM's calls of two instances with a file pool: one computes a prompt, the other loads it."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -509,7 +507,7 @@ class TestTwoInstances:
             yield first, second
 
     @pytest.mark.parametrize("is_enabled", [True, False])
-    def test_vllms_kv_events_report_blocks_that_were_stored_in_the_pool(
+    def test_vllms_kv_events_report_blocks_stored_in_the_pool(
         self, folder: Path, tmp_path: Path, is_enabled: bool
     ) -> None:
         config = make_config(folder, tmp_path / "pool")
@@ -521,18 +519,18 @@ class TestTwoInstances:
                 instance.compute(request, list(range(6)))
                 return list(instance.scheduler.take_events())
 
-            # A save is dropped if the pool is too slow, as on a busy machine. Then the blocks are saved once more.
+            # On a busy machine, the pool can be too slow, so that a save is dropped. Then the blocks are saved again.
             events = wait_until(compute, "the event of a save") if is_enabled else compute()
             assert list(instance.scheduler.take_events()) == []
         if not is_enabled:
             assert events == []
             return
         [event] = events
-        assert event.block_hashes == [int.from_bytes(each[-8:], "big") for each in request.block_hashes]
+        assert event.block_hashes == [int.from_bytes(block_hash[-8:], "big") for block_hash in request.block_hashes]
         assert (event.parent_block_hash, event.token_ids, event.block_size) == (None, [], BLOCK)
         assert event.medium == "POOL"
 
-    def test_what_one_computes_the_other_loads(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+    def test_an_instance_loads_blocks_that_another_computed(self, two: tuple[VllmInstance, VllmInstance]) -> None:
         first, second = two
         first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
         request = Request("b", list(range(22)))
@@ -568,7 +566,7 @@ class TestTwoInstances:
             first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
             assert second.match(Request("b", list(range(22)))) == (expected, True)
 
-    def test_blocks_that_do_not_come_are_told_to_vllm(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+    def test_missing_blocks_are_reported_to_vllm(self, two: tuple[VllmInstance, VllmInstance]) -> None:
         first, second = two
         first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
         request = Request("b", list(range(22)))
@@ -577,7 +575,7 @@ class TestTwoInstances:
         results, invalid = second.load(request, [4, 8, 11, 10, 6, 0])
         assert (results.finished_recving, invalid) == ({"b"}, {11, 10, 6})
 
-    def test_both_count_under_one_namespace(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+    def test_both_connectors_count_under_the_same_namespace(self, two: tuple[VllmInstance, VllmInstance]) -> None:
         first, second = two
         first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
         second.load(Request("b", list(range(22))), [4, 8, 11, 10, 6, 0])
@@ -595,7 +593,7 @@ class TestTwoInstances:
         saved.reset()
         assert saved.is_empty()
 
-    def test_a_prefill_waits_for_its_saves_and_steps_are_timed(
+    def test_a_prefill_waits_for_its_saves_and_steps_are_measured(
         self, two: tuple[VllmInstance, VllmInstance], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first, _ = two
@@ -606,30 +604,30 @@ class TestTwoInstances:
         assert not first.scheduler.has_pending_push_work()
         clock = TickingClock()
         monkeypatch.setattr(first.worker._mover, "_clock", clock)
-        is_told, save = threading.Event(), BlockPool.save
+        may_save, save = threading.Event(), BlockPool.save
 
-        def save_late(pool: BlockPool, *arguments: Any, **options: Any) -> list[Status]:
-            is_told.wait()
+        def save_after_event(pool: BlockPool, *arguments: Any, **options: Any) -> list[Status]:
+            may_save.wait()
             return save(pool, *arguments, **options)
 
-        monkeypatch.setattr(BlockPool, "save", save_late)
+        monkeypatch.setattr(BlockPool, "save", save_after_event)
         first.step({"a": 22}, {"a": [0, 1, 2, 3, 4, 5]})
         assert awaited == [[1]]
         assert clock.calls == ["begin", 22]
         is_pending = first.scheduler.has_pending_push_work()
-        is_told.set()
+        may_save.set()
         assert is_pending
 
-    def test_a_reset_ends_sharing(self, two: tuple[VllmInstance, VllmInstance]) -> None:
+    def test_after_a_reset_no_block_is_shared(self, two: tuple[VllmInstance, VllmInstance]) -> None:
         first, second = two
         first.compute(Request("a", list(range(22))), [7, 3, 5, 1, 2, 9])
-        assert second.scheduler.reset_cache() is False, "vLLM's own cache was not reset before"
+        assert second.scheduler.reset_cache() is False, "vLLM's own cache has not been reset"
         second.blocks.reset_prefix_cache()
         assert second.scheduler.reset_cache() is True
         assert second.match(Request("b", list(range(22)))) == (0, False)
         assert second.worker.reset_cache() is True
 
-    def test_instances_of_one_setup_have_one_namespace_and_say_what_it_is(
+    def test_instances_with_the_same_settings_have_the_same_documented_namespace(
         self, two: tuple[VllmInstance, VllmInstance], folder: Path
     ) -> None:
         first, second = two
@@ -662,7 +660,7 @@ class TestTwoInstances:
         ],
         ids=str,
     )
-    def test_instances_of_other_settings_have_another_namespace(
+    def test_instances_with_other_settings_have_another_namespace(
         self, two: tuple[VllmInstance, VllmInstance], folder: Path, tmp_path: Path, change: dict[str, Any]
     ) -> None:
         config = make_config(folder, tmp_path / "pool")
@@ -674,23 +672,23 @@ class TestTwoInstances:
         with contextlib.closing(VllmInstance(config)) as other:
             assert other.rank.namespace.digest != two[0].rank.namespace.digest
 
-    def test_weights_that_changed_while_vllm_loaded_them_are_not_shared(
+    def test_blocks_of_weights_that_changed_while_vllm_loaded_them_are_not_shared(
         self, two: tuple[VllmInstance, VllmInstance], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(namespace_module, "mark_changed_weights", mark_changed_weights)
         with contextlib.closing(VllmInstance(make_config(folder, tmp_path / "pool"))) as other:
             assert other.rank.namespace.digest != two[0].rank.namespace.digest
 
-    def test_weights_that_change_while_they_are_sampled_are_not_shared(
+    def test_the_times_of_weight_files_are_read_after_their_samples(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """So the times of the files are read after the samples."""
+        """So a change of the weights during the sampling is detected."""
         steps: list[str] = []
         sample = namespace_module.fingerprint_checkpoint
 
-        def note_sample(*each: Any) -> str:
+        def note_sample(*arguments: Any) -> str:
             steps.append("samples")
-            return str(sample(*each))
+            return str(sample(*arguments))
 
         def note_times(version: str, name: str) -> str:
             steps.append(name)
@@ -707,10 +705,10 @@ class TestTwoInstances:
         with contextlib.closing(VllmInstance(config)):
             assert steps[:3] == ["samples", str(folder), str(draft)]
 
-    def test_weights_elsewhere_have_only_the_version_that_the_operator_gives(
+    def test_streamed_weights_have_only_the_version_that_the_operator_sets(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """vLLM streams them (s3://), and each of its processes writes the other files to a folder of its own again."""
+        """With s3://, each process of vLLM writes the other files to a new folder, with new times."""
         monkeypatch.setattr(namespace_module, "mark_changed_weights", mark_changed_weights)
         (folder / "model.safetensors").unlink()
         digests = []
@@ -722,10 +720,10 @@ class TestTwoInstances:
         assert digests[0] == digests[1] != digests[2]
 
     @pytest.mark.parametrize(("cache_dtype", "is_shared"), [("auto", True), ("fp8", False)])
-    def test_quantized_kv_of_other_kinds_of_gpus_has_another_namespace(
+    def test_quantized_kv_of_another_kind_of_gpu_has_another_namespace(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_dtype: str, is_shared: bool
     ) -> None:
-        """MI300 and MI355 understand the bytes of vLLM's fp8 in two ways, and have all else in common."""
+        """MI300 and MI355 have the same settings, but their bytes of vLLM's fp8 have different meanings."""
         digests = set()
         for minor in (4, 5):
             capability = DeviceCapability(9, minor)
@@ -739,7 +737,7 @@ class TestTwoInstances:
     @pytest.mark.parametrize(
         ("architecture", "is_shared"), [("LlamaForCausalLM", True), ("TransformersForCausalLM", False)]
     )
-    def test_models_that_transformers_computes_have_its_version_in_the_namespace(
+    def test_the_namespace_has_the_version_of_transformers_for_models_that_transformers_computes(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, is_shared: bool
     ) -> None:
         digests = set()
@@ -752,7 +750,7 @@ class TestTwoInstances:
         assert (len(digests) == 1) is is_shared
 
     @pytest.mark.parametrize("change", ["mla", "drafts", "heads"])
-    def test_other_cuts_are_read_only_where_heads_can_be_told_apart(
+    def test_other_shardings_are_not_readable_without_known_separate_heads(
         self, folder: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config = make_config(folder, tmp_path / "pool")
@@ -763,7 +761,7 @@ class TestTwoInstances:
         memory = KVMemory({"l0": torch.zeros(NUM_BLOCKS, HEADS, BLOCK, 6)}, NUM_BLOCKS)
         assert find_readable_family(config, namespace, memory) is None
 
-    def test_adapters_are_watched_where_there_may_be_any(
+    def test_adapters_are_watched_only_with_a_lora_configuration(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from vllm.config import LoRAConfig
@@ -778,7 +776,7 @@ class TestTwoInstances:
         with contextlib.closing(VllmInstance(config)):
             assert WorkerLoRAManager._load_adapter is not read
 
-    def test_memory_on_a_gpu_that_the_pool_reaches_itself_has_a_namespace_of_its_own(
+    def test_the_direct_route_to_a_gpu_has_a_namespace_of_its_own(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config = make_config(folder, tmp_path / "pool", memory="direct")
@@ -817,7 +815,7 @@ def make_namespace(**changes: Any) -> Namespace:
     return Namespace(**{**fields, **changes})
 
 
-def test_look_ups_need_next_to_no_memory_of_the_pool() -> None:
+def test_a_connection_for_look_ups_needs_little_memory() -> None:
     config = connector_module.read_config("mooncake://127.0.0.1:1?global_segment_size=1GiB&local_buffer_size=1GiB")
     assert config is not None
     store = connector_module._lookup_only(config).store
@@ -825,21 +823,21 @@ def test_look_ups_need_next_to_no_memory_of_the_pool() -> None:
     assert (store.global_segment_size, store.local_buffer_size) == (0, 16 << 20)
 
 
-def test_a_pool_that_is_said_not_to_be_is_refused(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_without_a_pool_is_refused(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connector_module, "read_config", lambda source: None)
     with pytest.raises(ConfigError, match="leave --kv-transfer-config out"):
-        KVStoreConnector(*_ordered(config(spec, {})))
+        KVStoreConnector(*_ordered(make_configs(spec, {})))
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0, 0.0), (2, 2.0), (0.5, 0.5)])
-def test_how_long_a_prompt_waits_for_prefill_may_be_said(seconds: float, expected: float) -> None:
+def test_prefill_wait_s_is_read(seconds: float, expected: float) -> None:
     assert connector_module._read_prefill_wait(transfer(prefill_wait_s=seconds)) == expected
     assert connector_module._read_prefill_wait(transfer()) == 0.0
     assert connector_module._read_prefill_wait(transfer("kv_producer")) == 0.0
 
 
 @pytest.mark.parametrize("seconds", [True, "2", -0.1, float("inf"), float("nan")])
-def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None:
+def test_a_prefill_wait_s_that_is_not_a_number_of_seconds_is_refused(seconds: object) -> None:
     with pytest.raises(ConfigError, match="must be a number of seconds, 0 or more"):
         connector_module._read_prefill_wait(transfer(prefill_wait_s=seconds))
 
@@ -864,10 +862,8 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds: object) -> None
         (lambda config, group: setattr(group, "host_resident", True), "from transfers"),
     ],
 )
-def test_models_of_several_groups_are_refused_where_they_are_not_known_to_be_right(
-    spec: Any, change: Any, sentence: str
-) -> None:
-    vllm_config, kv_cache_config = config(spec, {})
+def test_unsupported_models_with_several_groups_are_refused(spec: Any, change: Any, sentence: str) -> None:
+    vllm_config, kv_cache_config = make_configs(spec, {})
     kv_cache_config.kv_cache_groups.append(KVCacheGroupSpec([], make_window()))
     change(vllm_config, kv_cache_config.kv_cache_groups[1])
     with pytest.raises(ConfigError, match=sentence):
@@ -886,7 +882,7 @@ def test_models_of_several_groups_are_refused_where_they_are_not_known_to_be_rig
         (("full",), 0, "kv_both", False),
     ],
 )
-def test_a_model_with_few_recurrent_states_in_the_pool_is_warned_of(
+def test_a_warning_says_that_the_pool_gets_few_recurrent_states(
     spec: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -896,7 +892,7 @@ def test_a_model_with_few_recurrent_states_in_the_pool_is_warned_of(
     is_warned: bool,
 ) -> None:
     specs = {"full": dataclasses.replace(spec, block_size=32), "state": make_state(), "window": make_window()}
-    vllm_config, kv_cache_config = config(spec, {}, retention=retention)
+    vllm_config, kv_cache_config = make_configs(spec, {}, retention=retention)
     vllm_config.kv_transfer_config = transfer(role, pool=f"file://{tmp_path}/pool")
     kv_cache_config.kv_cache_groups = [KVCacheGroupSpec([], specs[kind]) for kind in kinds]
     logged: list[str] = []
@@ -921,17 +917,17 @@ def test_a_group_of_layers_with_different_windows_is_refused(spec: Any) -> None:
     specs = {"a": make_window(), "b": dataclasses.replace(make_window(), sliding_window=32)}
     mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
     with pytest.raises(ConfigError, match="with different windows or block sizes"):
-        KVStoreConnector(*_ordered(config(mixed, {})))
+        KVStoreConnector(*_ordered(make_configs(mixed, {})))
 
 
 def test_cross_attention_is_refused() -> None:
     cross = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
     with pytest.raises(ConfigError, match="stores its KV as CrossAttentionSpec"):
-        KVStoreConnector(*_ordered(config(cross, {})))
+        KVStoreConnector(*_ordered(make_configs(cross, {})))
 
 
-def test_a_layer_that_is_in_no_group_is_refused(spec: Any) -> None:
-    _, cache = config(spec, {})
+def test_a_layer_without_a_group_is_refused(spec: Any) -> None:
+    _, cache = make_configs(spec, {})
     cache.kv_cache_groups = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec(["b"], make_window())]
     tensors = {name: torch.zeros(8, 2, 16, 16) for name in "abc"}
     shared = {**tensors, "c": tensors["a"]}
@@ -941,49 +937,49 @@ def test_a_layer_that_is_in_no_group_is_refused(spec: Any) -> None:
 
 
 def test_a_pipeline_stage_without_a_layer_of_each_group_is_refused(spec: Any) -> None:
-    _, cache = config(spec, {})
+    _, cache = make_configs(spec, {})
     cache.kv_cache_groups = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec([], make_window())]
     with pytest.raises(ConfigError, match="a group has no layer in this pipeline stage"):
         find_memory(cache, False, {"a": torch.zeros(8, 2, 16, 16)})
 
 
-def test_ranks_of_all_pipeline_stages_are_looked_up(spec: Any, tmp_path: Path) -> None:
-    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"})))
+def test_the_namespaces_of_all_pipeline_stages_are_used(spec: Any, tmp_path: Path) -> None:
+    connector = KVStoreConnector(*_ordered(make_configs(spec, {"pool": f"file://{tmp_path}/pool"})))
     try:
-        given: list[Any] = []
-        connector._planner.learn_namespaces = lambda *told: given.append(told[0])  # type: ignore[method-assign]
+        calls: list[Any] = []
+        connector._planner.learn_namespaces = lambda *given: calls.append(given[0])  # type: ignore[method-assign]
         ranks = {
             (pp, tp): connector_module._Rank(make_namespace(tp_rank=tp, layout=f"stage {pp}"), None)
             for pp in (1, 0)
             for tp in (1, 0)
         }
         connector.set_xfer_handshake_metadata_pp_aware(ranks)
-        assert given == [[ranks[at].namespace for at in ((0, 0), (0, 1), (1, 0), (1, 1))]]
+        assert calls == [[ranks[at].namespace for at in ((0, 0), (0, 1), (1, 0), (1, 1))]]
     finally:
         connector.shutdown()
 
 
-def test_reports_of_workers_add_up() -> None:
+def test_reports_of_workers_are_added() -> None:
     one = connector_module._Report(Report(short={"a"}))
     assert one.aggregate(connector_module._Report(Report(short={"b"}))) is one
     assert one.report.short == {"a", "b"}
 
 
-def test_ranks_are_in_the_order_of_their_numbers(spec: Any, tmp_path: Path) -> None:
-    connector = KVStoreConnector(*_ordered(config(spec, {"pool": f"file://{tmp_path}/pool"})))
+def test_ranks_are_sorted_by_number(spec: Any, tmp_path: Path) -> None:
+    connector = KVStoreConnector(*_ordered(make_configs(spec, {"pool": f"file://{tmp_path}/pool"})))
     try:
         family = SimpleNamespace(num_heads=2)
-        given: list[Any] = []
-        connector._planner.learn_namespaces = lambda *told: given.append(told)  # type: ignore[method-assign]
+        calls: list[Any] = []
+        connector._planner.learn_namespaces = lambda *given: calls.append(given)  # type: ignore[method-assign]
         ranks = [connector_module._Rank(make_namespace(tp_rank=n), family if n == 0 else None) for n in (0, 1)]
         connector.set_xfer_handshake_metadata({1: ranks[1], 0: ranks[0]})
-        assert given == [([ranks[0].namespace, ranks[1].namespace], family)]
+        assert calls == [([ranks[0].namespace, ranks[1].namespace], family)]
     finally:
         connector.shutdown()
 
 
-def test_a_connector_without_a_half_has_nothing_to_tell(spec: Any) -> None:
-    vllm_config, kv_cache_config = config(spec, {"pool": "file:///tmp/pool"})
+def test_a_worker_connector_without_kv_memory_reports_nothing(spec: Any) -> None:
+    vllm_config, kv_cache_config = make_configs(spec, {"pool": "file:///tmp/pool"})
     worker = KVStoreConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
     assert worker.get_kv_connector_stats() is None
     assert worker.get_handshake_metadata() is None
@@ -991,12 +987,12 @@ def test_a_connector_without_a_half_has_nothing_to_tell(spec: Any) -> None:
     worker.shutdown()
 
 
-def test_statistics_begin_with_what_vllm_has_kept() -> None:
+def test_statistics_begin_with_the_counts_that_vllm_passes() -> None:
     assert KVStoreConnector.build_kv_connector_stats({"a": {"load ok": 1}}).data == {"a": {"load ok": 1}}
     assert KVStoreConnector.build_kv_connector_stats().data == {}
 
 
-def test_every_kind_of_figure_has_a_metric_of_its_own() -> None:
+def test_every_kind_of_count_has_a_metric() -> None:
     registry = CollectorRegistry()
     metrics = KVStoreConnector.build_prom_metrics(
         SimpleNamespace(kv_transfer_config=transfer()),

@@ -1,8 +1,8 @@
-"""vLLM's settings and the namespace: every field is classified, and those that count make instances strangers.
+"""vLLM's settings and the namespace: every field is classified, and each counted field changes the namespace.
 
-``vllm_fields.json`` has the fields of the vLLM that the table was made for, so that this runs where vLLM is not
-installed, too. With another vLLM installed the first test fails where it has other fields: classify them in
-``fields.py`` and record them with ``python -m tests.kvstore_backend.integrations.vllm.test_fields``.
+``vllm_fields.json`` has the fields of the vLLM for which ``fields.py`` was written, so these tests run without vLLM.
+If the installed vLLM has other fields, the first test fails. Then classify them in ``fields.py``, and record them with
+``python -m tests.kvstore_backend.integrations.vllm.test_fields``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvstore_backend.integrations.vllm.fields import (
 
 RECORDED = Path(__file__).with_name("vllm_fields.json")
 FIELDS_OF: dict[str, dict[str, str | None]] = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-"""Of each class its fields, and which class a field holds."""
+"""The fields of each class, with the name of the class that a field contains."""
 NESTED = [(kind, name) for kind in FIELDS for name in FIELDS[kind].nested.split()]
 COUNTED = [(kind, name) for kind in FIELDS for name in FIELDS[kind].counted.split()]
 LEFT_OUT = [(kind, name) for kind in FIELDS for names in FIELDS[kind].left_out.values() for name in names.split()]
 
 
 def read_fields() -> dict[str, dict[str, str | None]]:
-    """As ``FIELDS_OF``, of the installed vLLM."""
+    """Return the fields of the installed vLLM in the form of ``FIELDS_OF``."""
     from vllm.config import VllmConfig
 
     found: dict[str, dict[str, str | None]] = {}
@@ -64,7 +64,7 @@ def list_classes(hint: Any) -> Iterator[Any]:
 
 @functools.cache
 def make_kind(name: str, more: str = "", default: object = None) -> Any:
-    """A class with the fields of vLLM's of this name, and ``more``, all of them at their defaults."""
+    """Return a class with the fields of vLLM's class of this name, and the field ``more``, with defaults."""
     fields: list[Any] = []
     for field, held in FIELDS_OF[name].items():
         fields.append((field, Any, dataclasses.field(default_factory=make_kind(held)) if held else None))
@@ -73,7 +73,7 @@ def make_kind(name: str, more: str = "", default: object = None) -> Any:
 
 
 def find_path(kind: str) -> tuple[str, ...]:
-    """The fields that lead from the whole to a class."""
+    """Return the names of the fields from ``VllmConfig`` to a class."""
     if kind == "VllmConfig":
         return ()
     (above, field), *_ = [key for key in NESTED if FIELDS_OF[key[0]][key[1]] == kind]
@@ -81,7 +81,7 @@ def find_path(kind: str) -> tuple[str, ...]:
 
 
 def make_changed(kind: str, field: str, value: object) -> Any:
-    """All of vLLM's settings with one changed."""
+    """Return vLLM's settings with one changed field."""
     config = found = make_kind("VllmConfig")()
     for name in find_path(kind):
         found = getattr(found, name)
@@ -91,43 +91,45 @@ def make_changed(kind: str, field: str, value: object) -> Any:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 def test_the_recorded_fields_are_those_of_the_installed_vllm() -> None:
-    assert read_fields() == FIELDS_OF, "classify new fields in fields.py, then record them (see above)"
+    assert read_fields() == FIELDS_OF, (
+        "classify new fields in fields.py, then record them (see the docstring of this module)"
+    )
 
 
 def test_every_field_of_vllms_settings_is_classified_once() -> None:
     found = sorted([*NESTED, *COUNTED, *LEFT_OUT])
     recorded = sorted((kind, name) for kind in FIELDS_OF for name in FIELDS_OF[kind])
     assert not set(recorded) - set(found), (
-        "these may change the bytes of blocks; say in integrations/vllm/fields.py that they are counted, or why they "
-        "cannot"
+        "these fields can change the bytes of blocks: classify them in integrations/vllm/fields.py as counted, or with "
+        "the reason why they cannot"
     )
-    assert found == recorded, "classified twice, or no field of vLLM's any more"
+    assert found == recorded, "a field is classified twice, or vLLM no longer has it"
 
 
-def test_the_table_has_no_class_that_vllm_has_not() -> None:
+def test_the_table_has_the_same_classes_as_vllm() -> None:
     assert FIELDS.keys() == FIELDS_OF.keys()
 
 
-def test_instances_that_differ_in_a_counted_field_are_strangers() -> None:
+def test_a_counted_field_changes_the_namespace() -> None:
     whole = collect_fields(make_kind("VllmConfig")())
     for kind, field in COUNTED:
         one, other = (collect_fields(make_changed(kind, field, value)) for value in ("one", "other"))
         assert len({json.dumps(each, sort_keys=True) for each in (whole, one, other)}) == 3, (kind, field)
 
 
-def test_instances_that_differ_in_a_field_that_is_left_out_share_blocks() -> None:
+def test_a_field_that_is_left_out_does_not_change_the_namespace() -> None:
     assert collect_fields(make_kind("VllmConfig")()) == {}
     assert [key for key in LEFT_OUT if collect_fields(make_changed(*key, "other"))] == []
 
 
-def test_a_class_that_is_not_there_is_one_whose_fields_are_at_their_defaults() -> None:
+def test_a_missing_configuration_equals_one_with_default_fields() -> None:
     assert collect_fields(make_changed("VllmConfig", "lora_config", None)) == {}
 
 
 class TestLaterVersions:
-    """Fields and classes that the table does not know."""
+    """Fields and classes that are not in the table."""
 
-    def test_an_unknown_field_counts_where_it_is_not_at_its_default(self) -> None:
+    def test_an_unknown_field_counts_unless_it_has_its_default(self) -> None:
         kind = make_kind("CacheConfig", "invented", 1)
         assert classify("CacheConfig", "invented") == ""
         assert collect_fields(kind()) == {}
@@ -138,10 +140,10 @@ class TestLaterVersions:
         assert collect_fields(kind(None)) == {"CacheConfig.invented": None}
         assert collect_fields(kind(0)) == {"CacheConfig.invented": 0}
 
-    def test_none_counts_where_it_is_not_the_default(self) -> None:
+    def test_none_counts_unless_it_is_the_default(self) -> None:
         assert collect_fields(make_kind("CacheConfig", "invented", 1)(invented=None)) == {"CacheConfig.invented": None}
 
-    def test_all_of_an_unknown_class_counts(self) -> None:
+    def test_all_fields_of_an_unknown_class_count(self) -> None:
         invented = dataclasses.make_dataclass("InventedConfig", [("depth", int, 3)])
         kind = make_kind("VllmConfig", "invented_config")
         assert collect_fields(kind()) == {}
@@ -149,7 +151,7 @@ class TestLaterVersions:
             "VllmConfig.invented_config": {"": "InventedConfig", "depth": 3}
         }
 
-    def test_a_default_that_cannot_be_made_equals_nothing(self) -> None:
+    def test_every_value_counts_if_the_default_cannot_be_made(self) -> None:
         def fail() -> object:
             raise ValueError("not here")
 
@@ -159,9 +161,9 @@ class TestLaterVersions:
             made.invented = value
             assert collect_fields(made) == {"CacheConfig.invented": value}
 
-    @pytest.mark.parametrize("stand_in", [{"default": 4, "default_factory": None}, {"default_factory": lambda: 4}])
-    def test_a_default_that_pydantic_holds_is_found(self, stand_in: dict[str, Any]) -> None:
-        held = SimpleNamespace(**stand_in)
+    @pytest.mark.parametrize("field_info", [{"default": 4, "default_factory": None}, {"default_factory": lambda: 4}])
+    def test_a_default_in_pydantics_field_info_is_found(self, field_info: dict[str, Any]) -> None:
+        held = SimpleNamespace(**field_info)
         kind = dataclasses.make_dataclass("CacheConfig", [("invented", Any)])
         dataclasses.fields(kind)[0].default = held
         assert collect_fields(kind(4)) == {}
@@ -191,30 +193,30 @@ class Inner:
         (Path("/a"), repr(Path("/a"))),
     ],
 )
-def test_values_are_described_so_that_json_can_hold_them(value: object, described: object) -> None:
+def test_values_are_described_as_json(value: object, described: object) -> None:
     (found,) = collect_fields(make_changed("ModelConfig", "hf_overrides", value)).values()
     assert found == described
 
 
-def test_names_are_short_for_the_model_and_else_have_their_class() -> None:
+def test_names_of_fields_have_their_class_except_for_the_model() -> None:
     changed = make_changed("ModelConfig", "dtype", "float16")
     changed.cache_config.cache_dtype = "fp8"
     assert collect_fields(changed) == {"dtype": "float16", "CacheConfig.cache_dtype": "fp8"}
 
 
-def test_a_special_value_takes_the_place_of_a_fields_own() -> None:
+def test_a_special_value_replaces_the_value_of_a_field() -> None:
     changed = make_changed("ModelConfig", "seed", 7)
     assert collect_fields(changed, {"ModelConfig.seed": None}) == {}
     assert collect_fields(changed, {"ModelConfig.seed": "x"}) == {"seed": "x"}
 
 
 class TestConfigurationsOfModels:
-    """``hf_config`` counts by what is in it."""
+    """``hf_config`` counts by its contents."""
 
-    def test_one_without_a_dictionary_is_described_as_any_value(self) -> None:
+    def test_none_is_described_as_none(self) -> None:
         assert describe_config(None) is None
 
-    def test_its_origin_does_not_count_and_all_else_does(self) -> None:
+    def test_only_the_origin_of_a_configuration_does_not_count(self) -> None:
         def describe(**content: object) -> object:
             return describe_config(SimpleNamespace(to_dict=lambda: content))
 

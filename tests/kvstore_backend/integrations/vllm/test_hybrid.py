@@ -1,7 +1,7 @@
-"""Models with several KV cache groups: vLLM's own scheduler and cache manager, our connector, and a model that checks.
+"""Models with several KV cache groups: vLLM's own scheduler and cache manager, our connector, and a simulated model.
 
-The model writes to each block what its group would hold there, and before it computes a token it compares everything
-that the token's layers read. So a wrong, missing or half-loaded block fails the test that caused it.
+The model writes known values to each block of a group. Before it computes a token, it compares all values that the
+token's layers read. So a wrong, missing or partly loaded block fails the test.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUM_BLOCKS = 160
-WORDS = 8  # int64 that a token has in each layer
+WORDS = 8  # int64 numbers of a token in each layer
 
 
 def full(size: int) -> Any:
@@ -89,11 +89,11 @@ MODELS = {
     "state": [full(16), state(16)],
     "state and window": [full(16), state(16), window(16, 33)],
 }
-"""Models by name -> the specs of their groups."""
+"""The specs of the groups of each model, by the model's name."""
 
 
 def chain(tokens: Sequence[int]) -> torch.Tensor:
-    """For each token a number that depends on it and all tokens before it, int64 ``[token]``."""
+    """Return for each token a number that depends on it and on all tokens before it, int64 ``[token]``."""
     numbers, last = [], 1
     for token in tokens:
         last = zlib.crc32(token.to_bytes(4, "little"), last) | (last % 65521) << 32
@@ -102,14 +102,14 @@ def chain(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """The token that the model generates after these."""
+    """Return the token that the model generates after these."""
     return int(chain(tokens)[-1]) % 1000
 
 
 class Instance:
-    """One vLLM instance without a model: its scheduler, our connector in it, and worker halves over KV memory.
+    """A vLLM instance without a real model: its scheduler, our connector, and worker halves with KV memory.
 
-    With two pipeline stages, each has one of the two layers of every group. ``retention`` is vLLM's
+    With two pipeline stages, each stage has one of the two layers of every group. ``retention`` is the value of vLLM's
     ``--prefix-cache-retention-interval``.
     """
 
@@ -151,7 +151,7 @@ class Instance:
         sizes = [spec.page_size_bytes for spec in specs]
         assert len({spec.page_size_bytes // spec.block_size for spec in specs}) == 1
         page = max(sizes)
-        # Groups overlay each other: layer ``part`` of every group has the same memory.
+        # Groups share memory: layer ``part`` is in the same memory in every group.
         self.raw = torch.zeros(2, NUM_BLOCKS, page // 8, dtype=torch.int64)
         cache = KVCacheConfig(
             num_blocks=NUM_BLOCKS,
@@ -191,7 +191,7 @@ class Instance:
         )
         self.connector: Any = self.scheduler.connector
         assert self.connector.role is KVConnectorRole.SCHEDULER
-        self.connector.get_kv_connector_stats = lambda: None  # vLLM would take the counts
+        self.connector.get_kv_connector_stats = lambda: None  # otherwise vLLM would take the counts
         self.half: Any = self.connector._scheduler
         self.half._backend.close()
         self.half._backend = store
@@ -203,7 +203,7 @@ class Instance:
         self.answers: dict[str, list[int]] = {}
 
     def ask(self, prompts: dict[str, list[int]], max_tokens: int = 20) -> dict[str, list[int]]:
-        """The answers to some prompts at once."""
+        """Run some prompts at the same time, and return their generated tokens."""
         for name, prompt in prompts.items():
             sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
             self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
@@ -212,7 +212,7 @@ class Instance:
         return self.answers
 
     def step(self) -> bool:
-        """One step of the engine; whether there is nothing left to do."""
+        """Run one step of the engine; return whether all requests and transfers have ended."""
         planned = self.scheduler.schedule()
         plan = planned.kv_connector_metadata.plan
         for worker in self.workers:
@@ -225,7 +225,9 @@ class Instance:
         for worker in self.workers:
             worker.start_saves(plan.saves)
             loaded, report = worker.take_outcomes()
-            assert not loaded.blocks or len(self.specs) == 1, "vLLM takes no single blocks back"
+            assert not loaded.blocks or len(self.specs) == 1, (
+                "with several groups, vLLM cannot compute single blocks again"
+            )
             output = KVConnectorOutput(
                 finished_recving=loaded.requests or None,
                 failed_recving=loaded.failed,
@@ -245,7 +247,7 @@ class Instance:
         return connector._Report(report)
 
     def compute(self, name: str, count: int) -> list[int]:
-        """Compute ``count`` tokens of a request, after a comparison of all that they read."""
+        """Compute ``count`` tokens of a request, and check all values that they read."""
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens
         begin = end - count
@@ -255,7 +257,7 @@ class Instance:
         for number, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
             size, group, ids = spec.block_size, self.groups[number], torch.tensor(table)
             for part, view in enumerate(self.views[number]):
-                held = numbers + 1000 * number + part  # what this layer holds for each token
+                held = numbers + 1000 * number + part  # the values of this layer, one for each token
                 if isinstance(spec, MambaSpec):
                     if begin:
                         assert (view[table[(begin - 1) // size]] == held[begin - 1]).all(), (name, number, begin)
@@ -276,7 +278,7 @@ class Instance:
         return [answer]
 
     def count_all(self) -> dict[str, float]:
-        """All counters since the last call."""
+        """Return all counts since the last call."""
         total: Counter[str] = Counter()
         for half in (self.half, *self.workers):
             for numbers in half.take_counts().values():
@@ -312,7 +314,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Pair:
-    """Two instances of one model over one store, whose blocks may be removed."""
+    """Two instances of one model, and their store, from which tests remove blocks."""
 
     def __init__(
         self,
@@ -339,7 +341,7 @@ class Pair:
 
 
 STAGED = ("window", "state and window")
-"""Models that also run with two pipeline stages."""
+"""Models that the tests run with two pipeline stages, too."""
 
 
 @pytest.fixture(params=[*((name, 1) for name in MODELS), *((name, 2) for name in STAGED)], ids=str)
@@ -350,7 +352,7 @@ def pair(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterat
 
 
 def make_prompts(count: int, seed: str) -> dict[str, list[int]]:
-    """Prompts of 20 to 400 tokens; every second one continues another."""
+    """Return prompts of 20 to 400 tokens. Every second one continues an earlier one."""
     chooser = random.Random(seed)
     prompts: list[list[int]] = []
     for number in range(count):
@@ -360,14 +362,14 @@ def make_prompts(count: int, seed: str) -> dict[str, list[int]]:
 
 
 def answer(prompt: list[int], max_tokens: int = 20) -> list[int]:
-    """The answer by definition."""
+    """Return the tokens that the model generates without a cache."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
 
 
-def test_what_one_instance_computes_another_loads(pair: Pair) -> None:
+def test_an_instance_loads_blocks_that_another_computed(pair: Pair) -> None:
     prompts = make_prompts(8, "a")
     expected = {name: answer(prompt) for name, prompt in prompts.items()}
     assert pair.first.ask(prompts) == expected
@@ -375,35 +377,35 @@ def test_what_one_instance_computes_another_loads(pair: Pair) -> None:
     counts = pair.second.count_all()
     assert counts["load ok"] > 0
     assert not counts.get("load failed")
-    if not any(isinstance(spec, MambaSpec) for spec in pair.specs):  # vLLM keeps few states
+    if not any(isinstance(spec, MambaSpec) for spec in pair.specs):  # vLLM caches only few states
         assert not counts.get("lookup absent")
 
 
 @pytest.mark.parametrize("name", ["state", "state and window"])
 @pytest.mark.parametrize(("retention", "expected"), [(0, 0), (16, 192), (96, 192), (112, 0)])
-def test_prompts_with_a_common_beginning_resume_where_vllm_keeps_states(
+def test_a_hit_of_a_common_prefix_ends_at_the_last_state_in_vllms_cache(
     folder: Path, tmp_path: Path, name: str, retention: int, expected: int
 ) -> None:
     """A step computes 96 tokens, so the chunks of a prompt end at 96 and 192 tokens."""
-    beginning = list(range(230))
+    prefix = list(range(230))
     with contextlib.closing(Pair(folder, name, tmp_path, retention=retention)) as pair:
 
         def count_hit(end: int) -> float:
-            """Tokens that the second instance finds in the pool; the prompt's last 40 tokens are ``end``."""
-            prompt = [*beginning, *[end] * 40]
+            """Return the hit of the second instance in tokens, if the prompt's last 40 tokens are ``end``."""
+            prompt = [*prefix, *[end] * 40]
             assert pair.second.scheduler.reset_prefix_cache()
             assert pair.second.ask({f"b{end}": prompt}) == {f"b{end}": answer(prompt)}
             return 16 * pair.second.count_all().get("lookup ok", 0)
 
-        pair.first.ask({"a": [*beginning, *[1] * 40]})
-        assert count_hit(1) == 256, "the last boundary of the prompt"
+        pair.first.ask({"a": [*prefix, *[1] * 40]})
+        assert count_hit(1) == 256, "the last block boundary of the prompt"
         assert count_hit(2) == expected
-        pair.first.ask({"c": [*beginning, *[3] * 40]})
-        assert count_hit(4) == 224, "the first instance has computed two prompts with this beginning"
+        pair.first.ask({"c": [*prefix, *[3] * 40]})
+        assert count_hit(4) == 224, "the first instance has computed two prompts with this prefix"
 
 
-def test_blocks_of_one_group_that_are_lost_never_make_a_wrong_answer(pair: Pair) -> None:
-    """Whatever is lost before a look-up makes a shorter hit, and what is lost after it is computed."""
+def test_lost_blocks_of_a_group_never_change_the_response(pair: Pair) -> None:
+    """A block that is lost before the look-up shortens the hit. A block that is lost after it is computed."""
     prompts = make_prompts(5, "b")
     expected = {name: answer(prompt) for name, prompt in prompts.items()}
     assert pair.first.ask(prompts) == expected
@@ -416,7 +418,7 @@ def test_blocks_of_one_group_that_are_lost_never_make_a_wrong_answer(pair: Pair)
         assert list(pair.second.ask(again).values()) == list(expected.values())
 
 
-def test_blocks_that_are_lost_between_look_up_and_load_are_computed(pair: Pair) -> None:
+def test_blocks_that_are_lost_between_look_up_and_load_are_computed_again(pair: Pair) -> None:
     prompts = make_prompts(6, "c")
     expected = {name: answer(prompt) for name, prompt in prompts.items()}
     assert pair.first.ask(prompts) == expected
@@ -435,7 +437,9 @@ def test_blocks_that_are_lost_between_look_up_and_load_are_computed(pair: Pair) 
     assert counts["load failed"] > 0
 
 
-def test_a_group_that_lost_blocks_is_named(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_blocks_are_counted_for_their_group(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with contextlib.closing(Pair(folder, "window", tmp_path)) as pair:
         prompt = list(range(330))
         assert pair.first.ask({"a": prompt}) == {"a": answer(prompt)}
@@ -450,7 +454,7 @@ def make_plain_request(instance: Instance, prompt: list[int]) -> Request:
 
 
 @pytest.mark.parametrize("name", ["two windows", "block sizes", "state and window"])
-def test_the_route_through_host_buffers_moves_the_same_blocks(folder: Path, tmp_path: Path, name: str) -> None:
+def test_the_staged_route_transfers_the_same_blocks(folder: Path, tmp_path: Path, name: str) -> None:
     with contextlib.closing(Pair(folder, name, tmp_path, route="staged")) as pair:
         prompts = make_prompts(6, "d")
         expected = {name: answer(prompt) for name, prompt in prompts.items()}
@@ -459,8 +463,8 @@ def test_the_route_through_host_buffers_moves_the_same_blocks(folder: Path, tmp_
         assert pair.second.count_all()["load ok"] > 0
 
 
-def test_blocks_of_other_groups_are_never_found(folder: Path, tmp_path: Path) -> None:
-    """Two models that differ only in a window share no block."""
+def test_a_model_with_other_groups_finds_no_block(folder: Path, tmp_path: Path) -> None:
+    """The two models differ only in the size of a window."""
     prompt = list(range(330))
     with contextlib.closing(Pair(folder, "window", tmp_path)) as pair:
         assert pair.first.ask({"a": prompt}) == {"a": answer(prompt)}

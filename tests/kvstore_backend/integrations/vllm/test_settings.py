@@ -1,4 +1,4 @@
-"""The settings of a vLLM instance that its namespace has: fields that count by something other than their value."""
+"""The settings in the namespace of a vLLM instance, and the checkpoint of its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kvstore_backend.test_namespace import checkpoint
 
 
 class TestSpecialFields:
-    """Fields that count by something other than their value."""
+    """Fields that do not count by their own value."""
 
     @pytest.fixture(autouse=True)
     def _no_hash_seed(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ class TestSpecialFields:
 
     @staticmethod
     def make(**changes: object) -> Any:
-        """The settings of an instance: ``<field of VllmConfig>__<field>`` as given."""
+        """Return the settings of an instance with changes: ``<field of VllmConfig>__<field>=value``."""
         config = make_kind("VllmConfig")()
         config.load_config.load_format = "auto"
         config.model_config.model, config.model_config.dtype = "/model", "float16"
@@ -45,7 +45,7 @@ class TestSpecialFields:
             found = config
             for name in above:
                 if getattr(found, name) is None:
-                    setattr(found, name, SPARE[name]())
+                    setattr(found, name, DEFAULTS[name]())
                 found = getattr(found, name)
             setattr(found, field, value)
         return config
@@ -80,7 +80,9 @@ class TestSpecialFields:
             ("yarn", {"model_config__multimodal_config__mm_processor_kwargs": {"do_normalize": False}}, True),
         ],
     )
-    def test_what_they_count_by(self, rope: str, changes: dict[str, Any], is_another: bool) -> None:
+    def test_a_special_field_changes_the_settings_only_if_it_can_change_kv(
+        self, rope: str, changes: dict[str, Any], is_another: bool
+    ) -> None:
         text_config = SimpleNamespace(rope_parameters={"rope_type": rope})
         plain = self.make(model_config__hf_text_config=text_config)
         changed = self.make(model_config__hf_text_config=text_config, **changes)
@@ -91,7 +93,7 @@ class TestSpecialFields:
         [(32768, {}, False), (32769, {}, True), (32769, {"attn_temperature_tuning": False}, False)],
     )
     @pytest.mark.parametrize("level", ["hf_config", "hf_text_config"])
-    def test_llama_4_counts_whether_it_scales_attention_by_position(
+    def test_the_settings_of_llama_4_have_whether_it_scales_attention_by_position(
         self, level: str, length: int, override: dict[str, object], is_tuned: bool
     ) -> None:
         config = self.make(
@@ -122,11 +124,11 @@ class TestSpecialFields:
         assert settings["SpeculativeConfig.draft_model_config"] == fingerprint_model(folder)
 
     @pytest.mark.parametrize("draft", [None, SimpleNamespace(model="/model")])
-    def test_drafts_of_the_model_itself_have_no_weights_of_their_own(self, draft: Any) -> None:
+    def test_a_draft_model_that_is_the_model_itself_has_no_settings_for_its_weights(self, draft: Any) -> None:
         settings = collect_settings(self.make(speculative_config__draft_model_config=draft))
         assert "SpeculativeConfig.draft_model_config" not in settings
 
-    def test_formats_that_read_other_files_of_a_folder_in_two_formats_count(self, tmp_path: Path) -> None:
+    def test_the_load_format_counts_if_the_folder_has_weights_in_two_formats(self, tmp_path: Path) -> None:
         (tmp_path / "consolidated.safetensors").touch()
         names = ("auto", "hf", "safetensors", "mistral")
         settings = [
@@ -137,7 +139,7 @@ class TestSpecialFields:
         assert [each["LoadConfig.load_format"] for each in settings[1:]] == [*names[1:]]
 
     @pytest.mark.parametrize("name", ["audio_model_id", "text_model_id"])
-    def test_weights_of_models_that_config_json_names_count(self, tmp_path: Path, name: str) -> None:
+    def test_weights_of_models_in_config_json_count(self, tmp_path: Path, name: str) -> None:
         folders = [checkpoint(tmp_path / "one"), checkpoint(tmp_path / "two", config={"hidden_size": 8})]
         plain, *settings = [
             collect_settings(self.make(model_config__hf_config=SimpleNamespace(**{name: folder}), **more))
@@ -147,7 +149,7 @@ class TestSpecialFields:
         assert f"weights in {name}" not in plain
         assert [each[f"weights in {name}"] for each in settings] == [*map(fingerprint_model, folders)]
 
-    def test_weights_in_a_folder_of_the_checkpoint_count_if_the_architecture_reads_them(self, tmp_path: Path) -> None:
+    def test_weights_in_a_subfolder_count_if_the_architecture_reads_them(self, tmp_path: Path) -> None:
         inner = checkpoint(checkpoint(tmp_path / "model") / "whisper-large-v3")
         settings = [
             collect_settings(
@@ -174,13 +176,15 @@ class TestSpecialFields:
             ({"cache_config__cache_dtype": "bfloat16"}, False),
         ],
     )
-    def test_what_is_quantized(self, changes: dict[str, object], is_one: bool) -> None:
+    def test_is_quantized_depends_on_weights_and_kv(self, changes: dict[str, object], is_one: bool) -> None:
         plain = {"model_config__quantization": None, "model_config__quantization_config": None}
         config = self.make(**{**plain, "cache_config__cache_dtype": "auto", **changes})
         assert is_quantized(config) is is_one
 
     @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "XHS_VIDEO_JPEG_QUALITY", *PRECISION_VARIABLES])
-    def test_variables_of_others_that_decide_count(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_variables_of_other_software_that_can_change_kv_count(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
         monkeypatch.setenv(name, "0")
         assert collect_settings(self.make())[f"environment {name}"] == "0"
 
@@ -197,7 +201,7 @@ class TestSpecialFields:
         }
 
 
-SPARE = {
+DEFAULTS = {
     "speculative_config": lambda: make_kind("SpeculativeConfig")(),
     "lora_config": lambda: make_kind("LoRAConfig")(lora_dtype="auto"),
     "multimodal_config": lambda: make_kind("MultiModalConfig")(),
@@ -205,12 +209,12 @@ SPARE = {
 
 
 class TestCheckpoints:
-    """The folder of a model's weights."""
+    """The folder with a model's weights."""
 
-    def test_a_folder_is_the_checkpoint(self, tmp_path: Path) -> None:
+    def test_a_folder_as_model_is_the_checkpoint(self, tmp_path: Path) -> None:
         assert find_checkpoint(SimpleNamespace(model=str(tmp_path))) == tmp_path
 
-    def test_a_name_is_looked_up_where_vllm_downloads_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_name_is_looked_up_in_vllms_download_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[Any] = []
 
         def snapshot_download(name: str, **more: object) -> str:
@@ -221,10 +225,10 @@ class TestCheckpoints:
         assert find_checkpoint(SimpleNamespace(model="a/b", revision="r"), "/cache") == Path("/cache/snapshot")
         assert asked == [("a/b", {"revision": "r", "cache_dir": "/cache", "local_files_only": True})]
 
-    def test_a_download_folder_of_weights_has_its_configuration_in_hugging_faces_own_cache(
+    def test_with_a_download_folder_the_configuration_is_in_hugging_faces_cache(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With --download-dir vLLM downloads only weights to there."""
+        """vLLM downloads only weights to ``--download-dir``."""
         whole, weights = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "weights")
         (weights / "config.json").unlink()
 
@@ -237,7 +241,7 @@ class TestCheckpoints:
         assert find_configuration(config.model_config, "/data") == whole
         assert fingerprint_checkpoint(config.model_config, config) == fingerprint_model(whole)
 
-    def test_weights_that_vllm_reads_elsewhere_need_not_be_in_the_folder(self, tmp_path: Path) -> None:
+    def test_streamed_weights_need_not_be_in_the_folder(self, tmp_path: Path) -> None:
         (checkpoint(tmp_path / "m") / "model.safetensors").unlink()
         config = TestSpecialFields.make()
         config.model_config.model, config.model_config.model_weights = str(tmp_path / "m"), "s3://models/a"
@@ -247,12 +251,12 @@ class TestCheckpoints:
             fingerprint_checkpoint(config.model_config, config)
 
     def test_a_name_at_modelscope_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Hugging Face's cache may have other weights under the same name."""
+        """Hugging Face's cache can have other weights under the same name."""
         monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
         with pytest.raises(ConfigError, match="'a/b' is not a folder, but a name at ModelScope"):
             find_checkpoint(SimpleNamespace(model="a/b", revision=None))
 
-    def test_a_name_that_is_not_there_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_name_that_is_not_in_the_cache_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def snapshot_download(name: str, **more: object) -> str:
             raise OSError("offline")
 

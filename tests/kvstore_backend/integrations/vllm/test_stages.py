@@ -1,4 +1,4 @@
-"""Instances with pipeline stages, and data-parallel ranks: vLLM's configurations and aggregator, our connectors."""
+"""Instances with pipeline stages or data-parallel ranks: our connectors with vLLM's configurations and aggregator."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LAYERS = 4
 
 
 class Ranks:
-    """The place of the worker that is made now, in place of vLLM's process groups."""
+    """Simulates vLLM's process groups: the stage and the rank of the next worker."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stage = self.tp_rank = 0
@@ -67,7 +67,7 @@ class Ranks:
 
 
 class StagedInstance(LookUps):
-    """A scheduler's connector, and one of a worker for each rank of each stage, called in vLLM's order."""
+    """The scheduler's connector, and a worker's for each rank of each stage. The methods call them in vLLM's order."""
 
     def __init__(self, config: Any, ranks: Ranks, num_stages: int, num_tp: int = 1) -> None:
         object.__setattr__(config.parallel_config, "pipeline_parallel_size", num_stages)
@@ -99,23 +99,23 @@ class StagedInstance(LookUps):
         return [rank.namespace.digest for rank in self.ranks.values()]
 
     def step(self, scheduled: dict[str, int], tables: dict[str, list[int]]) -> Any:
-        """One step of all workers; their outputs as vLLM sums them up."""
+        """Run one step of all workers; return their outputs, aggregated by vLLM."""
         state = SimpleNamespace(get_block_ids=lambda request_id: (tables[request_id],))
         output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
         plan = self.scheduler.build_connector_meta(output)
         outputs = []
         for (stage, _), worker in self.workers.items():
-            made = self.step_worker(worker, pickle.loads(pickle.dumps(plan)), stage)
-            outputs.append(ModelRunnerOutput.with_kv_conn_output_only(made))
-        # vLLM's executor takes the answer of the last stage's first rank.
-        summed = self.aggregator.aggregate(pickle.loads(pickle.dumps(outputs)), output_rank=len(outputs) - 1)
-        assert summed is not None
-        assert summed.kv_connector_output is not None
-        self.scheduler.update_connector_output(summed.kv_connector_output)
-        return summed.kv_connector_output
+            output_of_worker = self.step_worker(worker, pickle.loads(pickle.dumps(plan)), stage)
+            outputs.append(ModelRunnerOutput.with_kv_conn_output_only(output_of_worker))
+        # vLLM's executor uses the output of the last stage's first rank.
+        aggregated = self.aggregator.aggregate(pickle.loads(pickle.dumps(outputs)), output_rank=len(outputs) - 1)
+        assert aggregated is not None
+        assert aggregated.kv_connector_output is not None
+        self.scheduler.update_connector_output(aggregated.kv_connector_output)
+        return aggregated.kv_connector_output
 
     def step_worker(self, worker: Any, plan: Any, stage: int) -> KVConnectorOutput:
-        """One step of a worker, and what it tells the scheduler."""
+        """Run one step of a worker; return its output for the scheduler."""
         worker.bind_connector_metadata(plan)
         worker.wait_for_save()
         worker.start_load_kv(None)
@@ -143,7 +143,7 @@ class StagedInstance(LookUps):
         wait_until(lambda: self.step({}, {}) and not self.scheduler.has_pending_push_work(), "the saves")
 
     def load(self, request: Request, table: list[int]) -> tuple[Any, set[int]]:
-        """Load what the pool has of it; the output in which the load ended, and the blocks that did not come."""
+        """Load a request; return the output in which the load ended, and the blocks that were not loaded."""
         matched, is_async = self.match(request)
         assert is_async
         self.scheduler.update_state_after_alloc(request, Table(table), matched)
@@ -158,7 +158,7 @@ class StagedInstance(LookUps):
         return ended[-1], invalid
 
     def list_wrong(self, request: Request, table: Sequence[int]) -> list[tuple[Any, str, int]]:
-        """Blocks with other contents than ``compute`` gave them."""
+        """Return the blocks with contents other than those that ``compute`` wrote."""
         return [
             (at, name, block)
             for at, kv in self.kv.items()
@@ -174,9 +174,10 @@ class StagedInstance(LookUps):
 
 
 class DraftingInstance(StagedInstance):
-    """Speculative decoding: vLLM's V1 model runner then ends the step of the last stage only, after the draft model.
+    """An instance with speculative decoding.
 
-    If vLLM broadcasts the output of the last stage, it ends the step of all stages.
+    vLLM's V1 model runner ends only the last stage's step, after the draft model. If vLLM broadcasts the output of the
+    last stage, it ends the steps of all stages.
     """
 
     is_broadcast = False
@@ -209,7 +210,7 @@ class DraftingInstance(StagedInstance):
 
 
 def fill(block_hash: bytes, layer: str, tp_rank: int) -> float:
-    """What a block holds in one layer of one rank."""
+    """Return the contents of a block in one layer of one rank."""
     return block_hash[0] + 1000 * int(layer[1:]) + 10_000 * tp_rank
 
 
@@ -228,7 +229,7 @@ def folder(tmp_path: Path) -> Path:
 def pair(
     request: pytest.FixtureRequest, ranks: Ranks, folder: Path, tmp_path: Path
 ) -> Iterator[tuple[StagedInstance, StagedInstance]]:
-    """Two instances of two stages each."""
+    """Yield two instances with two stages each."""
     with contextlib.ExitStack() as stack:
         first, second = (
             stack.enter_context(
@@ -240,7 +241,7 @@ def pair(
 
 
 class TestStages:
-    def test_what_one_computes_the_other_loads(self, pair: tuple[StagedInstance, StagedInstance]) -> None:
+    def test_an_instance_loads_blocks_that_another_computed(self, pair: tuple[StagedInstance, StagedInstance]) -> None:
         first, second = pair
         first.compute(Request("a", TOKENS), COMPUTED)
         request = Request("b", TOKENS)
@@ -256,7 +257,7 @@ class TestStages:
         assert len(set(first.digests)) == len(first.workers)
         assert all(rank.family is None for rank in first.ranks.values())
 
-    def test_instances_with_other_stages_share_nothing(
+    def test_instances_with_another_number_of_stages_share_no_block(
         self, pair: tuple[StagedInstance, StagedInstance], ranks: Ranks, folder: Path, tmp_path: Path
     ) -> None:
         first, _ = pair
@@ -269,7 +270,7 @@ class TestStages:
                 assert not set(other.digests) & set(first.digests)
                 assert other.match(Request("b", TOKENS)) == (0, False)
 
-    def test_a_block_of_which_one_stage_lacks_its_part_is_no_hit(
+    def test_a_block_without_the_part_of_one_rank_is_not_a_hit(
         self, pair: tuple[StagedInstance, StagedInstance]
     ) -> None:
         first, second = pair
@@ -280,7 +281,7 @@ class TestStages:
                 worker._mover._pool.remove_blocks([prompt.block_hashes[lost]], force=True)
                 assert second.match(prompt) == (lost * BLOCK, lost > 0)
 
-    def test_a_part_that_is_lost_after_the_look_up_is_computed(
+    def test_a_block_with_a_part_that_is_lost_after_the_look_up_is_computed(
         self, pair: tuple[StagedInstance, StagedInstance]
     ) -> None:
         first, second = pair
@@ -294,18 +295,20 @@ class TestStages:
             assert (output.finished_recving, invalid) == ({request.request_id}, set(LOADED[2:5]))
             assert second.list_wrong(request, LOADED[:2]) == []
 
-    def test_a_stage_that_saves_nothing_makes_no_hits(
+    def test_without_saves_of_one_stage_there_are_no_hits(
         self, pair: tuple[StagedInstance, StagedInstance], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first, second = pair
-        silent: BlockPool = first.workers[1, 0]._mover._pool
-        monkeypatch.setattr(silent, "save", lambda hashes, *given, **options: [Status.FAILED] * len(hashes))
+        pool_of_second_stage: BlockPool = first.workers[1, 0]._mover._pool
+        monkeypatch.setattr(
+            pool_of_second_stage, "save", lambda hashes, *given, **options: [Status.FAILED] * len(hashes)
+        )
         first.compute(Request("a", TOKENS), COMPUTED)
         assert second.match(Request("b", TOKENS)) == (0, False)
 
 
 @pytest.mark.parametrize("is_broadcast", [False, True])
-def test_all_stages_save_once_with_speculative_decoding(
+def test_each_stage_saves_once_with_speculative_decoding(
     ranks: Ranks, folder: Path, tmp_path: Path, is_broadcast: bool
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -324,8 +327,8 @@ def test_all_stages_save_once_with_speculative_decoding(
         assert second.list_wrong(request, LOADED[:5]) == []
 
 
-def test_data_parallel_ranks_share_their_blocks(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
-    """vLLM has a scheduler and workers for each data-parallel rank; settings say which one it is."""
+def test_data_parallel_ranks_share_blocks(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
+    """vLLM has a scheduler and workers for each data-parallel rank. Settings have the rank's number."""
     with contextlib.ExitStack() as stack:
         made = []
         for rank in range(2):

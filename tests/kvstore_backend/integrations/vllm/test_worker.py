@@ -1,4 +1,7 @@
-"""The worker's half of the vLLM connector by itself: what it begins, waits for and tells; see ``test_halves.py``."""
+"""The worker's half of the vLLM connector without the other half: its transfers, waits and reports.
+
+``test_halves.py`` tests both halves together.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from kvstore_backend.transfers import Outcome
 BLOCK_BYTES = 100
 
 
-class Begun:
-    """``Transfers`` that begin and end as they are told to."""
+class ControlledTransfers:
+    """``Transfers`` that the test ends."""
 
     def __init__(self, pool: Any, memory: Any, post: Any, start_thread: Any) -> None:
         self.memory = memory
@@ -39,7 +42,7 @@ class Begun:
         self.saves.append((names, blocks, on_end, on_release))
 
     def end(self, begun: tuple[Any, ...], outcome: Outcome) -> None:
-        """A transfer comes to its end."""
+        """End a transfer."""
         if outcome.is_released:
             self.post(begun[3])
         self.post(lambda: begun[2](outcome))
@@ -49,7 +52,7 @@ class Begun:
 
 
 class Pool:
-    """A pool that is only asked to flush."""
+    """A pool that only records its flushes."""
 
     namespace = SimpleNamespace(digest="n")
 
@@ -63,17 +66,17 @@ class Pool:
 
 
 class Half:
-    """A worker's half with its doubles."""
+    """A worker's half with simulated transfers and a simulated pool."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
-        monkeypatch.setattr(module, "Transfers", Begun)
+        monkeypatch.setattr(module, "Transfers", ControlledTransfers)
         self.pool = Pool()
         memory: Any = SimpleNamespace(count_bytes=lambda blocks: len(blocks) * BLOCK_BYTES, bind_thread=lambda: None)
         self.worker = WorkerHalf(self.pool, memory, **{"route": "the route", **more})  # type: ignore[arg-type]
         self.transfers: Any = self.worker._transfers
 
     def counts(self) -> dict[str, float]:
-        """All counts since the last call."""
+        """Return all counts since the last call."""
         return self.worker.take_counts().get("n", {})
 
 
@@ -87,9 +90,9 @@ def transfer(number: int = 1, **more: Any) -> Transfer:
 
 
 class TestLoads:
-    """From a plan to what vLLM is told."""
+    """Loads, from the plan to the report to vLLM."""
 
-    def test_all_of_it_may_come(self, half: Half) -> None:
+    def test_a_complete_load_is_reported_and_counted(self, half: Half) -> None:
         half.worker.start_loads([transfer()])
         (begun,) = half.transfers.loads
         assert begun[:2] == ([b"x", b"y", b"z"], [7, 8, 9])
@@ -100,7 +103,7 @@ class TestLoads:
         assert (report.ended, report.short, report.loads) == (Counter({1: 1}), set(), [(3, 0.5)])
         assert half.counts() == {"load ok": 3, "load bytes": 3 * BLOCK_BYTES, "load seconds": 0.5}
 
-    def test_of_a_short_one_the_blocks_that_are_missing_are_computed(self, half: Half) -> None:
+    def test_the_missing_blocks_of_a_short_load_are_computed(self, half: Half) -> None:
         half.worker.start_loads([transfer()])
         half.transfers.end(half.transfers.loads[0], Outcome(1, 0.5, True))
         loaded, report = half.worker.take_outcomes()
@@ -109,20 +112,22 @@ class TestLoads:
         assert half.counts() == {"load ok": 1, "load failed": 2, "load bytes": BLOCK_BYTES, "load seconds": 0.5}
 
     @pytest.mark.parametrize(("count", "is_released"), [(2, True), (2, False), (3, True)])
-    def test_one_of_several_groups_is_whole_or_has_failed(self, half: Half, count: int, is_released: bool) -> None:
+    def test_a_load_of_several_groups_fails_unless_it_is_complete(
+        self, half: Half, count: int, is_released: bool
+    ) -> None:
         half.worker.start_loads([replace(transfer(), num_units=2)])
         half.transfers.end(half.transfers.loads[0], Outcome(count, 0.5, is_released))
         loaded, report = half.worker.take_outcomes()
         missing = {"a"} if count < 3 else set()
         assert (loaded.requests, loaded.blocks, loaded.failed, report.short) == ({"a"}, set(), missing, missing)
-        assert report.loads == [(2, 0.5)], "two units, whatever the number of names"
+        assert report.loads == [(2, 0.5)], "two units for any number of names"
 
-    def test_one_without_blocks_has_failed(self, half: Half) -> None:
+    def test_a_load_without_blocks_fails(self, half: Half) -> None:
         half.worker.start_loads([replace(transfer(), names=[], blocks=[], num_units=2)])
         half.transfers.end(half.transfers.loads[0], Outcome(0, 0.0, True))
         assert half.worker.take_outcomes()[0].failed == {"a"}
 
-    def test_a_request_whose_blocks_are_still_written_to_starts_in_others(self, half: Half) -> None:
+    def test_a_request_with_blocks_of_a_late_read_fails_and_its_pin_remains(self, half: Half) -> None:
         half.worker.start_loads([transfer()])
         half.transfers.end(half.transfers.loads[0], Outcome(1, 0.5, False))
         loaded, report = half.worker.take_outcomes()
@@ -131,7 +136,7 @@ class TestLoads:
         half.transfers.post(half.transfers.loads[0][3])
         assert half.worker.take_outcomes()[1].ended == Counter({1: 1})
 
-    def test_blocks_of_another_cut_are_read_by_their_own_reader_and_counted(self, half: Half) -> None:
+    def test_blocks_of_another_sharding_have_a_reader_and_a_count_of_their_own(self, half: Half) -> None:
         run: Any = SimpleNamespace(count_foreign=lambda count: count - 1)
         reader = object()
         peers: Any = SimpleNamespace(reader_of=lambda *asked: (asked, reader))
@@ -149,7 +154,7 @@ class TestLoads:
         half.transfers.end(half.transfers.loads[0], Outcome(3, 0.0, True))
         assert half.counts()["gather ok"] == 2
 
-    def test_one_that_cannot_begin_has_failed_at_once(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_load_that_cannot_begin_fails_at_once(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*given: object, **more: object) -> None:
             raise RuntimeError("CUDA error")
 
@@ -159,7 +164,7 @@ class TestLoads:
         assert (loaded.requests, loaded.blocks, loaded.failed) == ({"a"}, {7, 8, 9}, set())
         assert report.ended == Counter({3: 1})
 
-    def test_what_an_adapter_that_changed_meanwhile_was_to_load_is_computed(
+    def test_the_blocks_of_an_adapter_that_changed_during_the_load_are_computed(
         self, half: Half, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for is_unchanged, missing in ((True, set()), (False, {7, 8, 9})):
@@ -170,9 +175,9 @@ class TestLoads:
 
 
 class TestSaves:
-    """From a plan to the pool, and who waits for it."""
+    """Saves, from the plan to the pool, and the waits for them."""
 
-    def test_it_is_counted_and_told(self, half: Half) -> None:
+    def test_a_save_is_counted_and_reported(self, half: Half) -> None:
         half.worker.start_saves([transfer()])
         assert half.worker._saving == {1}
         half.transfers.end(half.transfers.saves[0], Outcome(2, 0.25, True))
@@ -180,7 +185,7 @@ class TestSaves:
         assert half.worker.take_outcomes()[1].ended == Counter({1: 1})
         assert half.counts() == {"save ok": 2, "save failed": 1, "save seconds": 0.25}
 
-    def test_one_that_cannot_begin_was_dropped(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_save_that_cannot_begin_is_dropped(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*given: object) -> None:
             raise RuntimeError("CUDA error")
 
@@ -191,7 +196,7 @@ class TestSaves:
         assert half.counts() == {"save dropped": 3}
 
     @pytest.mark.parametrize("is_unchanged", [True, False])
-    def test_blocks_of_an_adapter_are_saved_where_its_files_are_as_vllm_read_them(
+    def test_blocks_of_an_adapter_are_saved_only_if_its_files_are_unchanged(
         self, half: Half, monkeypatch: pytest.MonkeyPatch, is_unchanged: bool
     ) -> None:
         asked: list[object] = []
@@ -206,18 +211,18 @@ class TestSaves:
         assert len(half.transfers.saves) == 1 + is_unchanged
         assert half.worker._saving == ({1, 2} if is_unchanged else {2})
 
-    def test_nobody_waits_for_none(self, half: Half) -> None:
+    def test_wait_for_saves_returns_at_once_without_saves(self, half: Half) -> None:
         assert half.worker.wait_for_saves([])
         assert half.pool.flushed == []
 
     @pytest.mark.parametrize("can_flush", [True, False])
-    def test_others_can_read_what_has_been_flushed(self, half: Half, can_flush: bool) -> None:
+    def test_the_wait_for_saves_ends_with_a_flush(self, half: Half, can_flush: bool) -> None:
         half.pool.can_flush = can_flush
         assert half.worker.wait_for_saves([1]) is can_flush
         (seconds,) = half.pool.flushed
         assert 0 < seconds <= 5.0
 
-    def test_the_wait_ends_with_the_last_save_that_is_waited_for(self, half: Half) -> None:
+    def test_the_wait_ends_with_the_last_awaited_save(self, half: Half) -> None:
         half.worker.start_saves([transfer(1), transfer(2)])
         answers: list[bool] = []
         waiting = threading.Thread(target=lambda: answers.append(half.worker.wait_for_saves([1])), daemon=True)
@@ -225,23 +230,23 @@ class TestSaves:
         assert half.pool.flushed == []
         half.transfers.end(half.transfers.saves[0], Outcome(3, 0.0, True))
         waiting.join(4.0)
-        assert answers == [True], "told, and not found out at the end of its time"
+        assert answers == [True], "the end of the save ends the wait before its deadline"
         assert half.worker._saving == {2}
 
-    def test_a_flush_is_given_what_is_left_of_the_time(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_flush_gets_the_remaining_time(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
         times = iter([100.0, 106.0])
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(times)))
         assert half.worker.wait_for_saves([1])
         assert half.pool.flushed == [0.0]
 
-    def test_saves_that_take_too_long_are_not_waited_for(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_wait_for_slow_saves_ends_at_its_deadline(self, half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_SAVE_WAIT_SECONDS", 0.01)
         half.worker.start_saves([transfer()])
         assert half.worker.wait_for_saves([1]) is False
         assert half.pool.flushed == []
 
 
-def test_steps_are_measured_by_the_clock_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_measured_with_the_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
     class Clock(HostClock):
@@ -261,7 +266,7 @@ def test_steps_are_measured_by_the_clock_that_was_given(monkeypatch: pytest.Monk
     assert half.worker.take_outcomes()[1].steps == [(4, 0.5)]
 
 
-def test_without_a_clock_or_a_route_it_has_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults_are_the_direct_route_and_the_clock_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[object] = []
 
     def open_route(route: str, memory: object, pool: object) -> str:
@@ -280,19 +285,19 @@ def test_without_a_clock_or_a_route_it_has_the_hosts(monkeypatch: pytest.MonkeyP
     assert Half(monkeypatch).transfers.memory == "the route"
 
 
-def test_news_of_adapters_are_told_once_as_one_ranks(half: Half, tmp_path: Path) -> None:
+def test_changes_of_adapters_are_reported_once(half: Half, tmp_path: Path) -> None:
     nowhere: Any = SimpleNamespace(lora_name="ad", lora_path=str(tmp_path / "none"))
     half.worker.adapters._note_read(nowhere, None, None)
     assert half.worker.take_outcomes()[1].adapters == {("ad", str(tmp_path / "none")): [None]}
     assert half.worker.take_outcomes()[1].is_empty
 
 
-def test_it_leaves_the_pool_by_its_transfers(half: Half) -> None:
+def test_close_closes_the_transfers(half: Half) -> None:
     half.worker.close()
     assert half.transfers.is_closed
 
 
-def test_only_with_a_family_blocks_of_other_cuts_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_other_shardings_are_searched_only_with_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PeerShardings", lambda pool, family: ("siblings", family))
     assert Half(monkeypatch).worker._peers is None
     family: Any = object()
