@@ -1,1 +1,1 @@
-"""Tests of the router. Instances are stand-ins (``stand_in.py``): real HTTP servers that follow a script."""
+"""Tests of the router. Instances are stand-ins (``stand_in.py``): real HTTP servers with scripted responses."""

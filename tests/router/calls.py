@@ -1,4 +1,4 @@
-"""Counts the calls of Python functions in the router's code: a request's way is kept short by tests."""
+"""Lists the calls of the router's Python functions, so that tests can limit the calls of a request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from types import FrameType
 
 import router
 
-__all__ = ["calls_in_router"]
+__all__ = ["list_router_calls"]
 
 _FOLDER = str(Path(router.__file__).parent)
 
 
-def calls_in_router(work: Callable[[], object]) -> list[str]:
-    """The names of the router's functions that ``work`` called, in their order."""
+def list_router_calls(work: Callable[[], object]) -> list[str]:
+    """Return the names of the router's functions that ``work`` calls, in order."""
     called: list[str] = []
 
     def note_call(frame: FrameType, event: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""A router in this process, and stand-ins for instances around it."""
+"""Fixtures: routers in this process, and stand-ins for instances."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RouterUnderTest:
     def __init__(self, thread: LoopThread, settings: RouterSettings, link: Link | None = None) -> None:
         self.app = RouterApp(settings, link)
         self.workers = [self]
-        """This router's processes, if it stands for one of several."""
+        """All workers of this router."""
         self.thread = thread
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -60,7 +60,7 @@ class RouterUnderTest:
         wait_until(lambda: self._server.started, "the router")
 
     def stop(self) -> None:
-        """End requests, and let uvicorn take its time to end behind the tests that follow."""
+        """End the requests. uvicorn ends during the tests that follow."""
 
         async def stop() -> None:
             self.app.proxy.stop()
@@ -72,11 +72,11 @@ class RouterUnderTest:
         self.thread.run(stop())
 
     def chat(self, **body: Any) -> httpx.Response:
-        """One chat completion, whole."""
+        """Send a chat completion that is not streamed."""
         return self.client.post("/v1/chat/completions", json={"messages": [], **body})
 
     def stream(self, **body: Any) -> Any:
-        """One chat completion as a stream, a context manager as of ``httpx.Client.stream``."""
+        """Send a streamed chat completion; a context manager like ``httpx.Client.stream``."""
         return self.client.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True, **body})
 
 
@@ -86,14 +86,14 @@ MakeStandIn = Callable[..., StandIn]
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if REPORTS:
-        terminalreporter.section("what faults of instances did to requests")
+        terminalreporter.section("the effects of instances' faults on requests")
         for line in table():
             terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
 def thread() -> Iterator[LoopThread]:
-    """An event loop in a thread, for the router and the stand-ins."""
+    """The thread with the event loop of routers and stand-ins."""
     running = LoopThread()
     yield running
     running.close()
@@ -101,15 +101,15 @@ def thread() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def stand_in(thread: LoopThread) -> Iterator[MakeStandIn]:
-    """Starts stand-ins: ``stand_in("prefill", behaviour)``."""
-    with contextlib.ExitStack() as started:
+    """A function that starts stand-ins: ``stand_in("prefill", behaviour)``."""
+    with contextlib.ExitStack() as stack:
 
         def start(role: str = "mixed", behave: Behaviour | None = None, tls: ssl.SSLContext | None = None) -> StandIn:
             instance = StandIn(role, thread, tls=tls)
             if behave is not None:
                 instance.behave = behave
             instance.start()
-            started.callback(instance.stop)
+            stack.callback(instance.stop)
             return instance
 
         yield start
@@ -117,14 +117,14 @@ def stand_in(thread: LoopThread) -> Iterator[MakeStandIn]:
 
 @pytest.fixture
 def make_router(thread: LoopThread) -> Iterator[MakeRouter]:
-    """Starts routers: ``make_router(*stand_ins, splitwise=True)``; the stand-ins are registered.
+    """A function that starts a router and registers stand-ins: ``make_router(*stand_ins, splitwise=True)``.
 
-    With ``workers=2`` it is two that share as two processes would; the stand-ins are registered at the first one.
+    With ``workers=2`` it starts two that share state as two processes do, and registers at the first one.
     """
-    with contextlib.ExitStack() as started:
+    with contextlib.ExitStack() as stack:
 
         def start(*instances: StandIn, **settings: Any) -> RouterUnderTest:
-            # Rounds of probes come only in the tests that are about them.
+            # Only the tests of probes have rounds of probes.
             made = RouterSettings(**{"health_check_interval_secs": 1000.0, **settings})
             links = [Link()]
             if made.workers > 1:
@@ -132,12 +132,12 @@ def make_router(thread: LoopThread) -> Iterator[MakeRouter]:
                 if (admission := Admission(made, Auth(made).token_rates)).is_limited:
                     linked.hub.admission = AdmissionServer(admission, linked.hub.send_limits)
                 links = thread.run(join_all(linked, made.workers))
-                started.callback(lambda: thread.run(linked.close()))
+                stack.callback(lambda: thread.run(linked.close()))
             routers = [RouterUnderTest(thread, made, link) for link in links]
             for router in routers:
                 router.workers = routers
                 router.start()
-                started.callback(router.stop)
+                stack.callback(router.stop)
             for instance in instances:
                 wait_until(partial(_has_registered, instance, routers[0]), f"the registration of {instance.key}")
             return routers[0]
@@ -146,5 +146,5 @@ def make_router(thread: LoopThread) -> Iterator[MakeRouter]:
 
 
 def _has_registered(instance: StandIn, router: RouterUnderTest) -> bool:
-    """Register it; where the machine is busy, its first probe may fail."""
+    """Try to register. On a busy machine, the first probe can fail."""
     return instance.register(router.url).status_code == 200

@@ -1,6 +1,6 @@
-"""Counts the bytecode instructions that work takes: its cost on any machine, however busy it is.
+"""Counts bytecode instructions: a measure of cost that does not depend on the load of the machine.
 
-Work within a function written in C counts as one instruction; ``stalls.py`` measures its time.
+A function written in C counts as one instruction; ``stalls.py`` measures its time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["InstructionCount", "count_instructions"]
 
 
 class InstructionCount:
-    """Counts the instructions of the calling thread within a ``with`` statement, but for those of its own function."""
+    """Counts the instructions of the calling thread in a ``with`` statement, except those of its own function."""
 
     def __init__(self) -> None:
         self.instructions = 0
@@ -38,7 +38,7 @@ class InstructionCount:
 
 
 def count_instructions(work: Callable[[], object]) -> int:
-    """How many instructions ``work`` takes."""
+    """Return the number of instructions of ``work``."""
     with InstructionCount() as count:
         work()
     return count.instructions

@@ -1,4 +1,4 @@
-"""``python -m router.register`` whose heart beats twenty times a second."""
+"""``python -m router.register`` with twenty heartbeats a second."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""The path of one streamed request to a prefill/decode pair: the files and the calls in router code that it takes.
+"""The path of one streamed request to a prefill/decode pair: the files and the calls in the router's code.
 
-``python -m tests.router.request_path`` prints the files in the order in which the request comes to them;
-``--calls`` the calls in their order, one a line, indented by depth. The client, both instances and the router's server
-share one process, one thread and one event loop, and speak over loopback sockets; the router is set up as
-``router.launch`` sets it up. The third request over the same connections is traced,
-from before its first byte is sent until both instances' responses have ended.
+``python -m tests.router.request_path`` prints the files in the order in which the request reaches them;
+``--calls`` prints the calls in order, one per line, indented by depth. The client, both instances and the router
+share one process, one thread and one event loop, and use loopback sockets; the router has the settings of
+``router.launch``. The third request over the same connections is traced, from before its first byte until the end
+of both instances' responses.
 
 The decode instance sends the response's head, the first piece, and the second piece with the response's end, with a
-pause after each, so that each is read by itself; the prefill instance sends one JSON object.
+pause after each, so that the router reads each separately. The prefill instance sends one JSON object.
 
-What counts is a "call" event of ``sys.setprofile`` whose code lies in the folder of the package ``router``: a function,
-method, property, lambda or generator there that begins. A coroutine or generator that goes on is shown, but it is no
-call; comprehensions are neither, because newer Pythons make no call of them.
+A call is a "call" event of ``sys.setprofile`` with code in the folder of the package ``router``: the start of a
+function, method, property, lambda or generator. A coroutine or generator that continues is shown, but does not count.
+Comprehensions are not shown, because newer versions of Python do not call them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from router.settings import RouterSettings
 __all__ = ["Call", "Client", "RequestPath", "registration", "running_instance", "running_router", "trace_request"]
 
 PACKAGE = Path(router.__file__).parent
-CLOCK = PACKAGE / "fleet" / "awake.py"  # ticks several times a second, whether there are requests or not
+CLOCK = PACKAGE / "fleet" / "awake.py"  # runs several times a second, also without requests
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 COUNTED_REQUEST = 3
-# Between two pieces, and after the last one: longer than the router needs to pass a piece on.
+# The pause after each piece: longer than the router needs to forward a piece.
 PAUSE_SECONDS = 0.02
 DEADLINE_SECONDS = 10.0
 
@@ -61,37 +61,37 @@ PREFILL_RESPONSE = b'HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{"id":"1"}'
 
 
 class Call(NamedTuple):
-    """One call, or one time that a coroutine went on."""
+    """One call, or one continuation of a coroutine."""
 
     file: str
-    """Relative to the package's folder."""
+    """The path relative to the package's folder."""
     line: int
     function: str
     depth: int
-    """Counted in calls of router code that are still running."""
+    """The number of the router's calls that are still running."""
     resumed: bool
-    """Whether a coroutine or generator goes on, rather than begins."""
+    """Whether a coroutine or generator continues."""
 
 
 class RequestPath(NamedTuple):
-    """The calls of one request, in their order."""
+    """The calls of one request, in order."""
 
     events: list[Call]
-    """Those that go on included."""
+    """The calls and the continuations."""
 
     @property
     def calls(self) -> list[Call]:
-        """Those that begin."""
+        """The events without continuations."""
         return [event for event in self.events if not event.resumed]
 
     @property
     def files(self) -> list[str]:
-        """The files in the order in which the request comes to them, relative to the package's folder."""
+        """The files in the order in which the request reaches them, relative to the package's folder."""
         return list(dict.fromkeys(call.file for call in self.calls))
 
 
 class _Recorder:
-    """Keeps the calls while it is installed with ``sys.setprofile``."""
+    """Records the calls while it is installed with ``sys.setprofile``."""
 
     def __init__(self) -> None:
         self.events: list[Call] = []
@@ -113,7 +113,7 @@ class _Recorder:
             if code.co_flags & _SUSPENDABLE:
                 self._suspended.add(frame)
             return
-        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified one
+        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified name
         self.events.append(Call(file, code.co_firstlineno, name, self._depth, frame in self._suspended))
         self._depth += 1
 
@@ -122,7 +122,7 @@ _SUSPENDABLE = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GE
 
 
 def _counted_file(code: CodeType) -> str:
-    """Where the code stands in the package; "" if it does not, is a comprehension, or belongs to the ticking clock."""
+    """Return the code's file in the package; "" for other files, for comprehensions, and for ``CLOCK``."""
     path = Path(code.co_filename)
     if code.co_name in COMPREHENSIONS or not path.is_relative_to(PACKAGE) or path == CLOCK:
         return ""
@@ -130,7 +130,7 @@ def _counted_file(code: CodeType) -> str:
 
 
 class _Peer(asyncio.Protocol):
-    """What client and instances share: a buffer and a transport."""
+    """Base of client and instance: a buffer and a transport."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -158,7 +158,7 @@ class Instance(_Peer):
         self._open_transports.discard(self.transport)
 
     def data_received(self, data: bytes) -> None:
-        """Respond once the request is whole."""
+        """Respond when the request is complete."""
         self.received += data
         head, separator, body = self.received.partition(b"\r\n\r\n")
         lengths = [line for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
@@ -175,12 +175,12 @@ class Instance(_Peer):
         for piece in self._writes:
             self.transport.write(piece)
             await asyncio.sleep(PAUSE_SECONDS)
-            for _ in range(3):  # on a busy machine the pause may end before the piece is read
+            for _ in range(3):  # on a busy machine, the pause may end before the router reads the piece
                 await asyncio.sleep(0)
 
 
 class Client(_Peer):
-    """A client's connection: one request at a time."""
+    """A client's connection, with one request at a time."""
 
     ended: asyncio.Event
 
@@ -190,7 +190,7 @@ class Client(_Peer):
         return (await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port))[1]
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The response to one request."""
+        """Send one request, and return the response."""
         self.received, self.ended = b"", asyncio.Event()
         head = f"{method} {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -198,7 +198,7 @@ class Client(_Peer):
         return self.received
 
     def data_received(self, data: bytes) -> None:
-        """Note the response's end."""
+        """Set ``ended`` at the response's end."""
         self.received += data
         head, separator, body = self.received.partition(b"\r\n\r\n")
         length = next((line for line in head.split(b"\r\n") if line.startswith(b"content-length:")), None)
@@ -208,7 +208,7 @@ class Client(_Peer):
 
 
 def trace_request() -> RequestPath:
-    """Run the request as this module's docstring says, and return its calls."""
+    """Send the request that this module's docstring describes, and return its calls."""
     return uvloop.run(_trace_request())
 
 
@@ -241,7 +241,7 @@ async def _trace_request() -> RequestPath:
 
 @contextlib.asynccontextmanager
 async def running_instance(writes: Sequence[bytes], requests: list[bytes] | None = None) -> AsyncIterator[int]:
-    """The port of a scripted instance; the requests it gets, but for probes, are appended to ``requests``."""
+    """Start a scripted instance, and yield its port. It appends its requests, without probes, to ``requests``."""
     received = [] if requests is None else requests
     open_transports: set[Any] = set()
     loop = asyncio.get_running_loop()
@@ -272,8 +272,8 @@ def registration(role: str, port: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def running_router(access_log: str = "off") -> AsyncIterator[int]:
-    """The port of a router for pairs."""
-    # Neither rounds of probes nor the batches of records, nor the writing of an access log come into the count.
+    """Start a router for pairs, and yield its port."""
+    # No rounds of probes, no batches of records and no access log, so that these do not count.
     settings = RouterSettings(
         host="127.0.0.1", splitwise=True, health_check_interval_secs=1000.0, access_log=access_log
     )
@@ -302,16 +302,16 @@ async def running_router(access_log: str = "off") -> AsyncIterator[int]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn in somebody else's process: signals stay theirs."""
+    """uvicorn in a process that handles its signals itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
 
 def _protocol() -> type[asyncio.Protocol]:
-    """The protocol that ``router.launch.server`` gives to uvicorn, wherever it is defined."""
+    """Return the protocol that ``router.launch.server`` passes to uvicorn."""
     found = [
         each
         for each in vars(importlib.import_module("router.launch.server")).values()
@@ -322,9 +322,9 @@ def _protocol() -> type[asyncio.Protocol]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the files or the calls, and the figures."""
+    """Print the files or the calls, and their numbers."""
     parser = argparse.ArgumentParser(prog="python -m tests.router.request_path", description=__doc__.partition("\n")[0])
-    parser.add_argument("--calls", action="store_true", help="the calls in their order")
+    parser.add_argument("--calls", action="store_true", help="print the calls in order")
     options = parser.parse_args(argv)
     path = trace_request()
     if options.calls:

@@ -1,11 +1,11 @@
-"""Measures for how long each thing that a client can ask of the router holds its event loop up.
+"""Measures how long each operation of a client stalls the router's event loop.
 
-``python -m tests.router.stalls`` prints, for each, the longest time that the router's thread spent in one turn of its
-event loop: processor time, so that other work of the machine does not count. ``--tries 3`` repeats each, and takes the
-shortest of the longest times. ``--only NAME`` selects those whose names have this part.
+``python -m tests.router.stalls`` prints for each the longest iteration of the event loop in CPU time of the router's
+thread, so that other work of the machine does not count. ``--tries 3`` repeats each, and takes the shortest of the
+longest times. ``--only NAME`` selects the operations with this part in their names.
 
-The router has ``--instances`` instances, of which one has just come back. Their answers come from one server in a
-thread of its own, whatever their addresses are.
+The router has ``--instances`` instances, of which one has just returned. One server in its own thread answers for all
+of them.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ ANSWER = b'{"id":"1","choices":[{"message":{"content":"x"}}],"usage":{"prompt_to
 
 
 class Operation(NamedTuple):
-    """Something that a client can ask."""
+    """An operation of a client."""
 
     name: str
     sent: Callable[[], bytes]
-    """Gives the bytes of its requests."""
+    """Returns the bytes of its requests."""
     answers: int = 1
-    """How many answers to wait for; fewer come where the router closes the connection."""
+    """The number of answers to wait for; there are fewer if the router closes the connection."""
     settings: Mapping[str, Any] = MappingProxyType({})
     waiting: int = 0
-    """Requests that wait in line meanwhile."""
+    """The number of requests that wait in the queue meanwhile."""
 
 
 def ask(path: str, body: bytes = b"", *headers: bytes, method: str = "POST") -> bytes:
-    """The bytes of a request."""
+    """Return the bytes of a request."""
     lines = [f"{method} {path} HTTP/1.1".encode(), b"host: x", *headers]
     if method == "POST":
         lines.append(b"content-length: %d" % len(body))
@@ -74,7 +74,7 @@ def chat(**members: Any) -> bytes:
 
 
 def fill(start: bytes, unit: bytes, end: bytes, size: int) -> bytes:
-    """A body of ``size`` bytes: ``unit`` again and again, separated by commas that are its own, but for the last."""
+    """Return a body of ``size`` bytes with repetitions of ``unit``; the comma at the end of the last one is omitted."""
     count = (size - len(start) - len(end)) // len(unit)
     return start + (unit * count)[: -1 if unit.endswith(b",") else None] + end
 
@@ -119,7 +119,7 @@ _READ_PATHS = (
 OPERATIONS: Sequence[Operation] = (
     Operation("a small request", lambda: chat(messages=[])),
     Operation("a small request, streamed", lambda: chat(messages=[], stream=True)),
-    Operation("a small request whose answer is not generated", lambda: ask(EMBEDDINGS, b'{"model":"m"}')),
+    Operation("a small request without a generated answer", lambda: ask(EMBEDDINGS, b'{"model":"m"}')),
     *(
         Operation(f"{size} of {name}", many(_NAMED, unit, b"]}", length))
         for size, length in _SIZES.items()
@@ -150,13 +150,13 @@ OPERATIONS: Sequence[Operation] = (
     Operation("200 kB of different names", lambda: chat(**{f"k{n}": n for n in range(17_000)})),
     Operation("a model's name of 200 kB", lambda: chat(model="m" * 199_000)),
     Operation(
-        "a response that goes on from one of 1 MB",
+        "a response that continues one of 1 MB",
         many(b'{"previous_response_id":[', b"1,", b"]}", MEGABYTE, "/v1/responses"),
     ),
     Operation("a form of 15 kB with many lines", make_form(b'name="model"\r\n', 15_000)),
     Operation("a form of 64 MB with many lines", make_form(b'name="model"\r\n', 63 * MEGABYTE)),
     Operation("a form of 64 MB with many parts", make_form(b"--x\r\n\r\n\r\n", 63 * MEGABYTE)),
-    Operation("64 MB of names that are not read", many(b"{", b'"model" :', b"}", 63 * MEGABYTE, EMBEDDINGS)),
+    Operation("64 MB of unread names", many(b"{", b'"model" :', b"}", 63 * MEGABYTE, EMBEDDINGS)),
     Operation("1,000 headers", lambda: get("/v1/x", *[b"a:"] * 999)),
     Operation("16,000 headers", lambda: get("/v1/x", *[b"a:"] * 16_000)),
     Operation("999 headers that name others", lambda: get("/v1/x", *(b"connection: a%d" % n for n in range(999)))),
@@ -204,28 +204,28 @@ OPERATIONS: Sequence[Operation] = (
 
 
 class Stalls:
-    """The longest turn of one thread's event loop: all that it does before it looks for what has come meanwhile."""
+    """Measures the longest iteration of one thread's event loop, between two checks for new events."""
 
     def __init__(self, in_instructions: bool = False) -> None:
         """
         Args:
-            in_instructions: measure in bytecode instructions, which are the same on a busy machine, and not in time.
+            in_instructions: measure bytecode instructions, which do not depend on the load of the machine, not time.
         """
         self.is_on = False
-        """Whether ``watch`` goes on."""
+        """Whether ``watch`` continues."""
         self.longest = 0.0
-        """Seconds of the thread's processor time, or instructions."""
+        """The longest iteration in seconds of the thread's CPU time, or in instructions."""
         self._count = InstructionCount() if in_instructions else None
         self._began = 0.0
 
     def collect_garbage(self) -> None:
-        """Leave no garbage of what was asked before."""
+        """Collect the garbage of previous operations."""
         gc.collect()
-        if self._count is not None:  # else the collector takes its time in the turns, as it does in a router
+        if self._count is not None:  # else the collector runs in the iterations, as it does in a router
             gc.freeze()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Measure each turn from now on, until it is no longer on; called by the loop."""
+        """Measure each iteration until ``is_on`` is false; called by the loop."""
         if self._count is not None:
             if self._began:
                 self._count.__exit__()
@@ -234,7 +234,7 @@ class Stalls:
                 self._began = 0.0
                 return
             self._began, self._count.instructions = 1.0, 0
-            time.sleep(0)  # lets other threads have the interpreter
+            time.sleep(0)  # lets other threads use the interpreter
             loop.call_soon(self.watch, loop)
             self._count.__enter__()
             return
@@ -251,7 +251,7 @@ class Stalls:
 
 @contextlib.contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread, as the router's own is."""
+    """Yield an event loop that runs in a thread."""
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -261,7 +261,7 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class _StandIn(asyncio.Protocol):
-    """Answers as instances do; a request that has ``"hold"`` never."""
+    """Answers as instances do, but never answers a request with ``"hold"``."""
 
     def __init__(self, transports: set[asyncio.Transport]) -> None:
         self._transports = transports
@@ -294,16 +294,18 @@ class _StandIn(asyncio.Protocol):
 
 
 class StalledRouter:
-    """A router on a loop that is measured, and its instances on another one."""
+    """A router on a measured loop, and its instances on another loop."""
 
-    def __init__(self, held: contextlib.ExitStack, stalls: Stalls, instances: int, settings: Mapping[str, Any]) -> None:
-        self._held = held
+    def __init__(
+        self, stack: contextlib.ExitStack, stalls: Stalls, instances: int, settings: Mapping[str, Any]
+    ) -> None:
+        self._stack = stack
         self._stalls = stalls
-        self.loop, self._others = held.enter_context(running_loop()), held.enter_context(running_loop())
+        self.loop, self._others = stack.enter_context(running_loop()), stack.enter_context(running_loop())
         self._transports: set[asyncio.Transport] = set()
         self._server_of_instances = self._run(self._others, self._start_instances())
         self._port = self._server_of_instances.sockets[0].getsockname()[1]
-        self.sock = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.sock = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         made = RouterSettings(
             **{"host": "127.0.0.1", "health_check_interval_secs": 1000.0, "access_log": "off", **settings}
         )
@@ -351,7 +353,7 @@ class StalledRouter:
             self.app.proxy.stop()
             self._server.should_exit = self._server.force_exit = True
             await self._serving
-            # Forced to exit, uvicorn does not end the application, which closes its connections.
+            # With ``force_exit``, uvicorn does not end the application, which closes its connections.
             await self._server.lifespan.shutdown()
             await asyncio.sleep(0.01)
 
@@ -359,10 +361,10 @@ class StalledRouter:
         self._run(self._others, self._stop_instances())
 
     def connect(self) -> socket.socket:
-        return self._held.enter_context(socket.create_connection(self.sock.getsockname(), timeout=DEADLINE_SECONDS))
+        return self._stack.enter_context(socket.create_connection(self.sock.getsockname(), timeout=DEADLINE_SECONDS))
 
     def keep_waiting(self, count: int) -> None:
-        """Have one request served without end, and so many wait for it."""
+        """Send one request that never ends, and make ``count`` requests wait for it."""
         body = json.dumps({"request_id": "w", "messages": ["x" * 5000], "hold": True}).encode()
         for _ in range(count + 1):
             self.connect().sendall(ask(CHAT, body))
@@ -371,7 +373,7 @@ class StalledRouter:
             time.sleep(0.01)
 
     def measure(self, operation: Operation) -> tuple[float, bytes]:
-        """The longest stall, and the beginning of the answer."""
+        """Return the longest stall, and the start of the answer."""
         sent = operation.sent()
         if operation.waiting:
             if not self.app.admission.waiting:
@@ -388,7 +390,7 @@ class StalledRouter:
         return self._stalls.longest, answer
 
     def ask(self, sent: bytes, answers: int) -> bytes:
-        """Send it, and return the first answers' beginning."""
+        """Send these bytes, and return the start of the answers."""
         sock = self.connect()
         sending = threading.Thread(target=_send, args=(sock, sent), daemon=True)
         sending.start()
@@ -407,7 +409,7 @@ def _send(sock: socket.socket, sent: bytes) -> None:
 
 
 def measure_stalls(operation: Operation, instances: int, in_instructions: bool = False) -> tuple[float, bytes]:
-    """The longest stall, in seconds or in instructions, and the beginning of the answer."""
+    """Return the longest stall, in seconds or in instructions, and the start of the answer."""
     with running_router(instances, in_instructions, operation.settings) as router:
         return router.measure(operation)
 
@@ -416,22 +418,22 @@ def measure_stalls(operation: Operation, instances: int, in_instructions: bool =
 def running_router(
     instances: int, in_instructions: bool = False, settings: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[StalledRouter]:
-    """A router whose stalls are measured."""
-    with contextlib.ExitStack() as held:
+    """Start a router, and measure its stalls."""
+    with contextlib.ExitStack() as stack:
         made = {"max_body_bytes": 64 * MEGABYTE + 1000, **settings}
-        router = StalledRouter(held, Stalls(in_instructions), instances, made)
+        router = StalledRouter(stack, Stalls(in_instructions), instances, made)
         yield router
         router.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the longest stall of each operation; 1 if one is longer than asked."""
+    """Print the longest stall of each operation. Return 1 if one is longer than the limit."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.router.stalls", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--tries", type=int, default=1)
-    parser.add_argument("--only", default="", help="a part of the names of those to measure")
+    parser.add_argument("--only", default="", help="measure only operations with this part in their names")
     parser.add_argument("--most-ms", type=float, default=0.0, help="fail if one takes longer; 0: never")
     options = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)

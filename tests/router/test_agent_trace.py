@@ -1,4 +1,4 @@
-"""benchmarks/agent_trace.py: the figures that AgentX has published, and lines that the simulator reads."""
+"""benchmarks/agent_trace.py: the trace has AgentX's published figures, and the simulator can read it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_request_waits_for_earlier_ones_and_its_blocks_cover_its_prompt() -
     assert all("-agent" in row["wait_for"][-1] for row in joined)
 
 
-def test_the_simulator_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulator_reads_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "agents.jsonl"
     rows = agent_trace.make_trace(sessions=10)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Registration, listings, aborts, health and metrics, as FastDeploy's instances and operators use them."""
+"""Registration, lists, aborts, health and metrics, as FastDeploy's instances and operators use them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 
-def test_registering_answers_success(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_registration_succeeds(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     response = stand_in("prefill").register(make_router(splitwise=True).url)
     assert (response.status_code, response.json()) == (200, {"status": "success"})
 
 
 @pytest.mark.parametrize(
-    ("splitwise", "role", "said"),
+    ("splitwise", "role", "message"),
     [
         (
             True,
@@ -36,14 +36,14 @@ def test_registering_answers_success(make_router: MakeRouter, stand_in: MakeStan
         (False, "decode", "this router runs without --splitwise and takes mixed instances"),
     ],
 )
-def test_a_role_the_mode_does_not_take_is_a_400(
-    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, role: str, said: str
+def test_a_role_that_the_mode_does_not_accept_is_a_400(
+    make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, role: str, message: str
 ) -> None:
     response = stand_in(role).register(make_router(splitwise=splitwise).url)
-    assert (response.status_code, response.json()) == (400, {"detail": f"role is '{role}', but {said}"})
+    assert (response.status_code, response.json()) == (400, {"detail": f"role is '{role}', but {message}"})
 
 
-def test_an_instance_that_says_it_is_unhealthy_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_instance_with_a_failed_probe_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     instance.health = 503
     response = instance.register(make_router().url)
@@ -51,27 +51,27 @@ def test_an_instance_that_says_it_is_unhealthy_is_a_400(make_router: MakeRouter,
     assert f"instance {instance.key} is not healthy" in response.json()["detail"]
 
 
-def test_an_instance_that_cannot_be_reached_is_a_400(make_router: MakeRouter, thread: LoopThread) -> None:
+def test_an_unreachable_instance_is_a_400(make_router: MakeRouter, thread: LoopThread) -> None:
     response = StandIn("mixed", thread, port=free_port()).register(make_router().url)
     assert response.status_code == 400
     assert "Connection refused" in response.json()["detail"]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"not json"])
-def test_a_registration_that_is_no_object_is_a_400(make_router: MakeRouter, body: bytes) -> None:
+def test_a_registration_that_is_not_an_object_is_a_400(make_router: MakeRouter, body: bytes) -> None:
     response = make_router().client.post("/register", content=body)
     assert response.status_code == 400
     assert isinstance(response.json()["detail"], str)
 
 
-def test_a_heartbeat_of_a_healthy_instance_is_not_probed_again(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_heartbeat_of_a_healthy_instance_causes_no_probe(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router, instance = make_router(), stand_in()
     for _ in range(3):
         instance.register(router.url)
     assert instance.probes == 1
 
 
-def test_registered_lists_instances_by_role_with_all_they_sent(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_registered_lists_instances_by_role_with_all_fields(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router, prefill = make_router(splitwise=True), stand_in("prefill")
     prefill.register(router.url, gpu="H800")
     listed = router.client.get("/registered").json()
@@ -86,9 +86,7 @@ def test_registered_lists_instances_by_role_with_all_they_sent(make_router: Make
     assert (entry["state"], entry["running_requests"]) == ("healthy", 0)
 
 
-def test_registered_tells_all_that_the_go_router_tells_in_its_form(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_registered_has_all_fields_of_the_go_router_in_its_form(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router, decode = make_router(splitwise=True), stand_in("decode")
     decode.register(router.url, connector_port=8002, engine_worker_queue_port=[8003], device_ids="0,1")
     (entry,) = router.client.get("/registered").json()["decode"]
@@ -104,22 +102,22 @@ def test_registered_tells_all_that_the_go_router_tells_in_its_form(
     }.items() <= entry.items()
 
 
-def test_registered_tells_the_engine_of_each_instance(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_registered_shows_the_engine_of_each_instance(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     ours, other = stand_in(), stand_in()
     router = make_router(ours)
     other.register(router.url, engine="sglang", bootstrap_port="9001")
     entries = router.client.get("/registered").json()["mixed"]
-    told = [(entry["engine"], entry["bootstrap_port"], entry["kv_connector"]) for entry in entries]
-    assert told == [("fastdeploy", 8998, "nixl"), ("sglang", 9001, "nixl")]
+    shown = [(entry["engine"], entry["bootstrap_port"], entry["kv_connector"]) for entry in entries]
+    assert shown == [("fastdeploy", 8998, "nixl"), ("sglang", 9001, "nixl")]
 
 
-def test_an_engine_that_nobody_knows_is_refused_in_one_sentence(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_unknown_engine_is_refused_with_one_sentence(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     refused = stand_in().register(make_router().url, engine="tgi")
-    said = "engine is 'tgi'; it must be one of 'fastdeploy', 'vllm', 'sglang', 'openai'"
-    assert (refused.status_code, refused.json()) == (400, {"detail": said})
+    message = "engine is 'tgi'; it must be one of 'fastdeploy', 'vllm', 'sglang', 'openai'"
+    assert (refused.status_code, refused.json()) == (400, {"detail": message})
 
 
-def test_registered_tells_how_each_instance_does(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_registered_shows_the_breaker_and_the_weight(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     (registered,) = router.app.registry
@@ -130,9 +128,9 @@ def test_registered_tells_how_each_instance_does(make_router: MakeRouter, stand_
 
 
 class TestDecodeInstances:
-    """``GET /decode_instances``, by which FastDeploy's prefill instances find whom to connect to ahead."""
+    """``GET /decode_instances``, with which FastDeploy's prefill instances find the decode instances to connect to."""
 
-    def test_lists_healthy_decode_instances_in_fastdeploys_form(
+    def test_it_lists_healthy_decode_instances_in_fastdeploys_form(
         self, make_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
         prefill, decode, dead = stand_in("prefill"), stand_in("decode"), stand_in("decode")
@@ -146,7 +144,7 @@ class TestDecodeInstances:
         assert "rdma" in entry["transfer_protocol"]
 
     @pytest.mark.parametrize(("query", "listed"), [("", 3), ("?version=a", 1), ("?version=c", 0)])
-    def test_lists_one_version_if_asked(
+    def test_it_lists_only_the_version_in_the_query(
         self, make_router: MakeRouter, stand_in: MakeStandIn, query: str, listed: int
     ) -> None:
         router = make_router(splitwise=True)
@@ -154,12 +152,12 @@ class TestDecodeInstances:
             stand_in("decode").register(router.url, version=version)
         assert len(router.client.get(f"/decode_instances{query}").json()) == listed
 
-    def test_lists_none_of_another_engine(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_it_lists_no_instances_of_other_engines(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         router = make_router(splitwise=True)
         stand_in("decode").register(router.url, engine="vllm")
         assert router.client.get("/decode_instances").json() == []
 
-    def test_its_entries_are_taken_as_connected_decodes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_its_entries_are_valid_connected_decodes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         prefill, connected, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")
         router = make_router(connected, splitwise=True)
         listed = router.client.get("/decode_instances").json()
@@ -172,7 +170,9 @@ class TestDecodeInstances:
 class TestDraining:
     """``POST /admin/drain``."""
 
-    def test_what_runs_ends_well_and_nothing_new_comes(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_running_requests_end_normally_and_no_new_ones_arrive(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
         draining, other = stand_in("mixed", streams_until(go_on := threading.Event())), stand_in()
         router = make_router(draining)
         with router.stream() as response:
@@ -189,7 +189,7 @@ class TestDraining:
         assert [entry["state"] for entry in router.client.get("/registered").json()["mixed"]] == ["draining", "healthy"]
         assert len(draining.received) == 1
 
-    def test_it_can_be_taken_back(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_a_drain_can_be_undone(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         instance = stand_in()
         router = make_router(instance)
         for undrain, state, status in ((False, "draining", 503), (True, "healthy", 200)):
@@ -197,7 +197,7 @@ class TestDraining:
             assert (answer.json()["state"], router.chat().status_code) == (state, status)
 
     @pytest.mark.parametrize(
-        ("body", "status", "said"),
+        ("body", "status", "message"),
         [
             (b"", 400, "JSON"),
             (b"{}", 400, "instance is None; it must be 'host:port'"),
@@ -205,13 +205,13 @@ class TestDraining:
             (b'{"instance": "a:1"}', 404, "no instance 'a:1' is registered; known are: none"),
         ],
     )
-    def test_a_mistake_is_one_sentence(self, make_router: MakeRouter, body: bytes, status: int, said: str) -> None:
+    def test_an_error_is_one_sentence(self, make_router: MakeRouter, body: bytes, status: int, message: str) -> None:
         answer = make_router().client.post("/admin/drain", content=body)
         assert answer.status_code == status
-        assert said in answer.json()["error"]["message"]
+        assert message in answer.json()["error"]["message"]
 
 
-def test_prometheus_finds_each_instance_where_its_figures_are_with_its_role(
+def test_prometheus_targets_lists_the_metrics_port_and_the_role_of_each_instance(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     router, prefill, decode = make_router(splitwise=True), stand_in("prefill"), stand_in("decode")
@@ -219,7 +219,7 @@ def test_prometheus_finds_each_instance_where_its_figures_are_with_its_role(
     prefill.register(router.url, metrics_port=9101)
     decode.register(router.url)
     answer = router.client.get("/prometheus_targets")
-    assert answer.headers["content-type"] == "application/json"  # or Prometheus refuses it
+    assert answer.headers["content-type"] == "application/json"  # else Prometheus refuses the response
     of_prefill, of_decode = answer.json()
     assert of_prefill == {
         "targets": ["127.0.0.1:9101"],
@@ -237,7 +237,7 @@ def test_registered_number_counts_healthy_instances_by_role(make_router: MakeRou
         router.chat()
         return router.client.get("/registered_number").json()
 
-    wait_until(lambda: number() == {"mixed": 0, "prefill": 1, "decode": 1}, "the dead instance to be noticed")
+    wait_until(lambda: number() == {"mixed": 0, "prefill": 1, "decode": 1}, "the decrease")
 
 
 def test_health_answers_200_without_instances(make_router: MakeRouter) -> None:
@@ -256,7 +256,7 @@ def test_health_generate_is_200_only_if_every_instance_is_healthy(
     assert list(response.json()["unhealthy"]) == [decode.key]
 
 
-def test_health_generate_probes_an_instance_once_for_all_who_ask_meanwhile(
+def test_concurrent_requests_for_health_generate_share_one_probe(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -281,7 +281,7 @@ def test_models_lists_each_model_of_all_instances_once(make_router: MakeRouter, 
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["a", "b", "c"])
 
 
-def test_a_router_that_is_its_own_instance_does_not_ask_itself_without_end(
+def test_a_router_that_is_its_own_instance_does_not_request_its_models_endlessly(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -294,23 +294,23 @@ def test_a_router_that_is_its_own_instance_does_not_ask_itself_without_end(
     assert instance.models_asked - before == 1
 
 
-def test_a_request_for_the_models_passes_through_a_few_routers(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_routers_on_the_path_of_a_request_are_limited(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     client = make_router(stand_in()).client
     for hops, status in ((",a,b,c", 200), (",a" * app.MAX_HOPS, 508)):
         assert client.get("/v1/models", headers={"X-Router-Hops": hops}).status_code == status
 
 
-def test_without_instances_the_list_of_models_is_empty_and_no_failure(make_router: MakeRouter) -> None:
-    """Clients that ask it first, as Open WebUI does, take a failure for a wrong address."""
+def test_without_instances_the_list_of_models_is_empty_and_not_an_error(make_router: MakeRouter) -> None:
+    """Clients such as Open WebUI request the list first. If it fails, they report a wrong address."""
     client = make_router().client
     listed = client.get("/v1/models")
     assert (listed.status_code, listed.json()) == (200, {"object": "list", "data": []})
     assert client.get("/v1/models/m").json()["error"]["message"] == "no instance serves a model 'm'; served are: none"
-    assert client.get("/health_generate").status_code == 503  # here an operator sees it
+    assert client.get("/health_generate").status_code == 503  # an operator sees it here
 
 
 @pytest.mark.parametrize("name", ["a", "Qwen/Qwen3-0.6B", "a/", "/models/a", "%2Fmodels%2Fa"])
-def test_a_model_is_shown_by_its_id(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
+def test_a_model_is_found_by_its_id(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
     instance = stand_in()
     instance.models = ("a", "Qwen/Qwen3-0.6B", "/models/a")
     router = make_router(instance)
@@ -320,16 +320,14 @@ def test_a_model_is_shown_by_its_id(make_router: MakeRouter, stand_in: MakeStand
     assert not instance.received
 
 
-def test_a_model_that_nobody_serves_is_a_404_that_names_those_served(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_an_unknown_model_is_a_404_that_lists_the_served_models(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     response = make_router(stand_in()).client.get("/v1/models/other")
-    assert (response.status_code, error_of(response)) == (404, ("invalid_request_error", "model_not_found"))
+    assert (response.status_code, read_error(response)) == (404, ("invalid_request_error", "model_not_found"))
     assert "'other'; served are: m" in response.json()["error"]["message"]
 
 
-def error_of(response: httpx.Response) -> tuple[str, str]:
-    """Type and code of an error in OpenAI's form."""
+def read_error(response: httpx.Response) -> tuple[str, str]:
+    """Return type and code of an error in OpenAI's form."""
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error["type"], error["code"]
@@ -352,20 +350,20 @@ def test_every_error_of_the_control_plane_has_openais_form(
     make_router: MakeRouter, method: str, path: str, status: int, code: str
 ) -> None:
     response = make_router().client.request(method, path)
-    assert (response.status_code, error_of(response)) == (status, ("invalid_request_error", code))
+    assert (response.status_code, read_error(response)) == (status, ("invalid_request_error", code))
     assert ("allow" in response.headers) == (status == 405)
 
 
-def test_a_failure_of_the_router_itself_has_openais_form(
+def test_an_exception_in_the_router_is_an_error_in_openais_form(
     make_router: MakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router = make_router()
     monkeypatch.delattr(router.app, "registry")
     response = router.client.get("/v1/models")
-    assert (response.status_code, error_of(response)) == (500, ("internal_error", "router_error"))
+    assert (response.status_code, read_error(response)) == (500, ("internal_error", "router_error"))
 
 
-def test_head_answers_as_get_does_without_a_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_head_has_the_response_of_get_without_a_body(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in())
     for path in ("/health", "/v1/models", "/v1/models/m", "/metrics", "/registered", "/registered_number", "/nothing"):
         head, get = router.client.head(path), router.client.get(path)
@@ -396,7 +394,7 @@ def test_an_abort_reaches_every_instance(
     assert [instance.aborted for instance in instances] == [[body], [body]]
 
 
-def test_an_abort_tells_what_instances_aborted_and_which_could_not_be_asked(
+def test_an_abort_lists_the_aborted_requests_and_the_failed_instances(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     nested, plain, dead, failing = stand_in(), stand_in(), stand_in(), stand_in()
@@ -416,11 +414,11 @@ def test_an_abort_tells_what_instances_aborted_and_which_could_not_be_asked(
     assert all(each.key in " ".join(answer["errors"]) for each in (dead, failing))
 
 
-def test_an_abort_says_which_ids_nobody_knows(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    says_nothing, says_it = stand_in(), stand_in()
-    says_nothing.abort_answer = {"code": 0, "aborted": ["chatcmpl-a_0", {"request_id": "cmpl-b_5_1"}, 7]}
-    says_it.abort_answer = {"result": {"aborted": [], "not_found": ["a", "b_5", "c"]}}
-    router = make_router(says_nothing, says_it)
+def test_an_abort_lists_the_ids_that_no_instance_knows(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    without_ids, with_ids = stand_in(), stand_in()
+    without_ids.abort_answer = {"code": 0, "aborted": ["chatcmpl-a_0", {"request_id": "cmpl-b_5_1"}, 7]}
+    with_ids.abort_answer = {"result": {"aborted": [], "not_found": ["a", "b_5", "c"]}}
+    router = make_router(without_ids, with_ids)
     asked = ["a", "chatcmpl-a", "b_5", "b", "c", "chatcmpl-c_0", 5]
     answer = router.client.post("/v1/abort_requests", json={"req_ids": asked}).json()
     assert answer["result"]["not_found"] == ["b", "c", "chatcmpl-c_0", 5]
@@ -432,7 +430,7 @@ def test_without_instances_every_id_is_unknown(make_router: MakeRouter) -> None:
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"req_ids": []}', b'{"req_ids": "a"}', b"[]", b"x"])
-def test_an_abort_of_nothing_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
+def test_an_abort_without_ids_is_a_400(make_router: MakeRouter, stand_in: MakeStandIn, body: bytes) -> None:
     instance = stand_in()
     response = make_router(instance).client.post("/v1/abort_requests", content=body)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_body")
@@ -440,7 +438,7 @@ def test_an_abort_of_nothing_is_a_400(make_router: MakeRouter, stand_in: MakeSta
 
 
 def metric(router: RouterUnderTest, name: str, **labels: str) -> float:
-    """The value of one sample at /metrics."""
+    """Return the value of one sample in ``/metrics``."""
     families = text_string_to_metric_families(router.client.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
     (value,) = [sample.value for sample in samples if (sample.name, sample.labels) == (name, labels)]
@@ -472,13 +470,13 @@ def test_in_the_go_routers_dialect_the_labels_are_urls(
     assert metric(router, "inference_requests_total", **labels, status_code="200") == 1
 
 
-def test_in_the_go_routers_dialect_an_answer_of_the_router_itself_is_not_an_instances(make_router: MakeRouter) -> None:
+def test_in_the_go_routers_dialect_an_error_of_the_router_counts_for_no_instance(make_router: MakeRouter) -> None:
     router = make_router(dialect="go")
     assert router.chat().status_code == 502
     assert "inference_requests_total{" not in router.client.get("/metrics").text
 
 
-def test_a_stream_that_its_client_leaves_counts_as_499(
+def test_a_stream_that_the_client_leaves_counts_as_499(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     log = tmp_path / "access.log"
@@ -499,7 +497,7 @@ def test_metrics_show_instances_by_state_and_their_load(make_router: MakeRouter,
     assert metric(router, "router_instance_requests", role="mixed", instance=instance.key) == 0
 
 
-def test_an_abort_reaches_a_request_that_its_engine_knows_by_the_id_of_a_retry(
+def test_an_abort_reaches_a_request_that_an_engine_knows_by_the_id_of_a_retry(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     async def until_aborted(request: Received, respond: Responder) -> None:
@@ -521,7 +519,7 @@ def test_an_abort_reaches_a_request_that_its_engine_knows_by_the_id_of_a_retry(
 
 
 @pytest.mark.parametrize("body", [{"req_ids": ["r0"]}, {"abort_all": True}])
-def test_a_request_that_fails_because_it_was_aborted_is_not_asked_of_another_instance(
+def test_a_request_that_fails_because_of_an_abort_is_not_retried(
     make_router: MakeRouter, stand_in: MakeStandIn, body: dict[str, object]
 ) -> None:
     async def until_aborted(_: Received, respond: Responder) -> None:
@@ -540,9 +538,9 @@ def test_a_request_that_fails_because_it_was_aborted_is_not_asked_of_another_ins
 
 
 class TestReadiness:
-    """``GET /ready``, by which load balancers choose a router; ``/health`` says no more than that it lives."""
+    """``GET /ready``, with which load balancers choose a router. ``/health`` only shows that the process runs."""
 
-    def test_a_router_is_ready_while_it_has_an_instance_that_takes_requests(
+    def test_a_router_is_ready_while_an_instance_accepts_requests(
         self, make_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
         instance = stand_in()
@@ -557,7 +555,7 @@ class TestReadiness:
         assert answer.json()["reason"] == f"no mixed instance can take the request ({instance.key} is draining)"
         assert router.client.get("/health").status_code == 200
 
-    def test_a_pair_needs_both(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_a_router_of_pairs_needs_both_roles(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         router = make_router(stand_in("prefill"), splitwise=True)
         assert "no decode instance is registered" in router.client.get("/ready").json()["reason"]
         decode = stand_in("decode")
@@ -568,11 +566,11 @@ class TestReadiness:
         known.mark_unhealthy("it refused a connection")
         assert "it refused a connection" in router.client.get("/ready").json()["reason"]
 
-    def test_it_needs_no_token(self, make_router: MakeRouter, tmp_path: Path) -> None:
+    def test_the_path_needs_no_token(self, make_router: MakeRouter, tmp_path: Path) -> None:
         (tmp_path / "token").write_text("secret")
         assert make_router(admin_token_file=str(tmp_path / "token")).client.get("/ready").status_code == 503
 
-    def test_a_router_that_is_about_to_end_says_so_and_lets_clients_close(
+    def test_a_router_that_is_stopping_is_not_ready_and_lets_clients_close_connections(
         self, make_router: MakeRouter, stand_in: MakeStandIn
     ) -> None:
         router = make_router(stand_in())

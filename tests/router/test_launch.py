@@ -1,4 +1,4 @@
-"""``python -m router.launch`` as an operator meets it: a process with flags, output, signals and an exit code."""
+"""``python -m router.launch`` as an operator uses it: flags, output, signals and the exit code of the process."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ LAUNCH = [sys.executable, "-m", "router.launch"]
 
 
 def launch(*flags: str) -> subprocess.CompletedProcess[str]:
-    """A start that ends by itself."""
+    """Run the router with flags with which it ends at once."""
     return run_forked([*LAUNCH, *flags])
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Child]:
-    """A router process in mixed mode at a free port."""
+    """Start a router process in mixed mode at a free port."""
     command = [*LAUNCH, "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
     with child(command, tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: listens(process), "listening")
+        process.wait_for(lambda: is_listening(process), "listening")
         yield process
 
 
-def url_of(process: Child) -> str:
+def find_url(process: Child) -> str:
     found = re.search(r"router listens at (https?://\S+:\d+)", process.output)
     assert found, process.output
     return found.group(1)
@@ -59,7 +59,7 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--splitwize"], "did you mean --splitwise?"),
         (["--port", "x"], "--port is 'x'; it must be a whole number"),
@@ -79,10 +79,10 @@ def test_help_names_every_flag_of_fastdeploys_router() -> None:
         (["--snapshot-path", "."], "manager.snapshot-path is '.', which is a folder; it must be a file"),
     ],
 )
-def test_a_wrong_flag_is_one_sentence_on_stderr_and_a_failing_exit_code(flags: list[str], said: str) -> None:
+def test_a_wrong_flag_gives_one_sentence_on_stderr_and_an_exit_code_of_failure(flags: list[str], message: str) -> None:
     ended = launch("--workers", "1", *flags)
     assert ended.returncode != 0
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
@@ -93,7 +93,7 @@ def test_the_version_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("flag", ["-V", "--V", "-version", "--version"])
-def test_fd_router_prints_its_version_by_each_of_the_go_routers_flags(
+def test_fd_router_prints_its_version_for_each_of_the_go_routers_flags(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -106,7 +106,7 @@ def test_fd_router_is_the_router_in_the_go_routers_dialect(tmp_path: Path) -> No
     started = [sys.executable, "-c", "import sys; from router.launch import fd_router; sys.exit(fd_router())"]
     with child([*started, "-port", "0", "-splitwise"], tmp_path / "router.log") as process:
         process.wait_for(lambda: "router listens at" in process.output, "listening")
-        url = url_of(process).replace("0.0.0.0", "127.0.0.1")
+        url = find_url(process).replace("0.0.0.0", "127.0.0.1")
         answer = plain_http.post(f"{url}/v1/chat/completions", json={"messages": []})
     assert (answer.status_code, answer.json()["error"]) == (503, "No available prefill/decode workers")
 
@@ -124,7 +124,7 @@ def test_the_log_goes_to_the_go_routers_file_and_names_settings_without_effect(
     assert process.output == ""
 
 
-def test_a_port_in_use_is_one_sentence_and_a_failing_exit_code() -> None:
+def test_a_port_in_use_gives_one_sentence_and_an_exit_code_of_failure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = launch("--host", "127.0.0.1", "--port", str(port))
@@ -132,8 +132,8 @@ def test_a_port_in_use_is_one_sentence_and_a_failing_exit_code() -> None:
     assert ended.stderr == f"router: port {port} of 127.0.0.1 is already in use; choose another with --port\n"
 
 
-def test_a_port_that_a_closed_connection_has_is_waited_for(tmp_path: Path) -> None:
-    # Linux gives one port of its own choice to several connections, so that the end of this one would not release it.
+def test_the_start_waits_for_a_port_that_a_closed_connection_uses(tmp_path: Path) -> None:
+    # Linux can give a port that it chooses to several connections, so that the end of this one does not release it.
     here = ("127.0.0.1", free_port())
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -145,18 +145,18 @@ def test_a_port_that_a_closed_connection_has_is_waited_for(tmp_path: Path) -> No
         with child(command, tmp_path / "router.log", is_forked=True) as process:
             process.wait_for(lambda: f"waiting for port {port}, which a closed connection" in process.output, "waiting")
             accepted.close()
-            client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
+            client.recv(1)  # the server closes first, so that the client's port is free
             client.close()
             process.wait_for(lambda: "router listens at" in process.output, "its start")
 
 
-def test_workers_warn_once_of_what_is_the_same_for_all(tmp_path: Path) -> None:
+def test_a_warning_for_all_workers_is_logged_once(tmp_path: Path) -> None:
     with child([*LAUNCH, "--port", "0", "--workers", "2"], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output, "its start")
         assert process.output.count("any client that reaches 0.0.0.0") == 1
 
 
-def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_path: Path) -> None:
+def test_the_startup_line_has_the_policies_of_both_roles(tmp_path: Path) -> None:
     flags = ["--host", "127.0.0.1", "--port", "0", "--workers", "1", "--splitwise", "--decode-policy", "random"]
     with child([*LAUNCH, *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at" in process.output, "the startup line")
@@ -164,14 +164,14 @@ def test_the_startup_line_says_where_in_which_mode_and_by_which_policies(tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_https_router_says_so_and_ends_at_a_signal_although_clients_stay_connected(
+def test_an_https_router_logs_its_url_and_ends_at_a_signal_although_a_client_is_connected(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     made = make_certificate(tmp_path)
     flags = ["--port", "0", "--ssl-certfile", str(made.certfile), "--ssl-keyfile", str(made.keyfile)]
     with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
         process.wait_for(lambda: "router listens at https://127.0.0.1:" in process.output, "the startup line")
-        with httpx.Client(base_url=url_of(process), verify=made.trust(), trust_env=False) as client:
+        with httpx.Client(base_url=find_url(process), verify=made.trust(), trust_env=False) as client:
             assert client.get("/health").status_code == 200
             process.signal(number)
             assert process.wait(5.0) == 0
@@ -185,52 +185,52 @@ def test_a_signal_ends_an_idle_router_with_0_and_no_traceback(running: Child, nu
     assert "Traceback" not in running.output
 
 
-def test_at_sigterm_a_running_stream_may_end_in_its_time(running: Child, stand_in: MakeStandIn) -> None:
+def test_a_running_stream_can_end_after_sigterm(running: Child, stand_in: MakeStandIn) -> None:
     must_go_on = asyncio.Event()
 
     async def ends_late(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event("1")
         await must_go_on.wait()
-        await asyncio.sleep(RouterSettings().graces[signal.SIGINT] + 0.5)  # longer than it would have at Ctrl-C
+        await asyncio.sleep(RouterSettings().graces[signal.SIGINT] + 0.5)  # longer than the limit at Ctrl-C
         await respond.event("[DONE]")
         await respond.end_stream()
 
     instance = stand_in("mixed", ends_late)
-    assert instance.register(url_of(running)).status_code == 200
-    with plain_http.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}) as response:
+    assert instance.register(find_url(running)).status_code == 200
+    with plain_http.stream("POST", f"{find_url(running)}/v1/chat/completions", json={}) as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
         running.signal(signal.SIGTERM)
-        wait_until(lambda: refuses(running), "the router to accept nothing new")
+        wait_until(lambda: refuses(running), "the router to accept no connections")
         instance.thread.loop.call_soon_threadsafe(must_go_on.set)
         assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert running.wait() == 0
 
 
-def listens(process: Child) -> bool:
-    return "router listens at" in process.output and plain_http.answers_ok(f"{url_of(process)}/health")
+def is_listening(process: Child) -> bool:
+    return "router listens at" in process.output and plain_http.answers_ok(f"{find_url(process)}/health")
 
 
-def readiness(process: Child) -> int:
+def get_readiness(process: Child) -> int:
     try:
-        return plain_http.get(f"{url_of(process)}/ready").status_code
+        return plain_http.get(f"{find_url(process)}/ready").status_code
     except httpx.TransportError:
         return 0
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_left_it(
+def test_a_router_accepts_requests_after_sigterm_until_its_delay_or_a_second_sigterm(
     tmp_path: Path, stand_in: MakeStandIn, workers: str
 ) -> None:
     flags = ["--port", "0", "--workers", workers, "--shutdown-delay-secs", "300", "--shutdown-grace-secs", "20"]
     with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: listens(process), "listening")
-        stand_in().register(url_of(process))
-        wait_until(lambda: readiness(process) == 200, "the router to be ready")
+        process.wait_for(lambda: is_listening(process), "listening")
+        stand_in().register(find_url(process))
+        wait_until(lambda: get_readiness(process) == 200, "the router to be ready")
         process.signal(signal.SIGTERM)
-        wait_until(lambda: readiness(process) == 503, "the router to be ready no more")
-        chat = plain_http.post(f"{url_of(process)}/v1/chat/completions", json={"messages": []})
+        wait_until(lambda: get_readiness(process) == 503, "the router to be not ready")
+        chat = plain_http.post(f"{find_url(process)}/v1/chat/completions", json={"messages": []})
         assert (chat.status_code, chat.headers["connection"]) == (200, "close")
         assert "requests are accepted for 300 s more" in process.output
         process.signal(signal.SIGTERM)
@@ -240,15 +240,15 @@ def test_a_router_that_is_told_to_end_takes_requests_until_load_balancers_have_l
 def test_a_router_ends_when_its_delay_is_over(tmp_path: Path) -> None:
     flags = ["--port", "0", "--workers", "1", "--shutdown-delay-secs", "0.1"]
     with child([*LAUNCH, "--host", "127.0.0.1", *flags], tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: listens(process), "listening")
+        process.wait_for(lambda: is_listening(process), "listening")
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
 
 
-def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_in: MakeStandIn) -> None:
+def test_a_slow_stop_logs_the_number_of_running_requests(running: Child, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", streams_until(may_end := threading.Event()))
-    instance.register(url_of(running))
-    with plain_http.stream("POST", f"{url_of(running)}/v1/chat/completions", json={}) as response:
+    instance.register(find_url(running))
+    with plain_http.stream("POST", f"{find_url(running)}/v1/chat/completions", json={}) as response:
         pieces = response.iter_raw()
         next(pieces)
         running.signal(signal.SIGTERM)
@@ -259,7 +259,7 @@ def test_stopping_that_takes_long_says_what_it_waits_for(running: Child, stand_i
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_a_killed_router_has_done_is_replayed(
+def test_the_requests_of_a_killed_router_can_be_replayed(
     tmp_path: Path, stand_in: MakeStandIn, capfd: pytest.CaptureFixture[str], workers: int
 ) -> None:
     good, hanging = stand_in(), stand_in("mixed", stalls("1"))
@@ -272,8 +272,8 @@ def test_what_a_killed_router_has_done_is_replayed(
         return capfd.readouterr().out
 
     with child(command, tmp_path / "router.log", is_forked=True) as process:
-        process.wait_for(lambda: listens(process), "listening")
-        url = url_of(process)
+        process.wait_for(lambda: is_listening(process), "listening")
+        url = find_url(process)
         good.register(url)
         plain_http.post(f"{url}/v1/chat/completions", json={"request_id": "ended", "messages": []})
         hanging.register(url)
@@ -290,13 +290,13 @@ def test_what_a_killed_router_has_done_is_replayed(
     assert f"request cut attempt 1 goes to {hanging.key}" in shown
     assert f"mixed instance {good.key} drains" in shown
     assert shown.count("the recording begins") == workers
-    if workers == 1:  # workers end by themselves when their supervisor is gone
+    if workers == 1:  # several workers end normally after their supervisor is killed
         assert "request cut had not ended" in shown
         assert shown.endswith("the recording ends here: the process still runs, or was killed\n")
 
 
 @pytest.mark.parametrize("switch", ["flag", "variable"])
-def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, switch: str) -> None:
+def test_the_log_level_debug_logs_decisions_and_requests(tmp_path: Path, stand_in: MakeStandIn, switch: str) -> None:
     instance = stand_in()
     texts = {}
     for level in ("info", "debug"):
@@ -307,7 +307,7 @@ def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, 
             environ.pop("FD_DEBUG")
         with child(command, tmp_path / f"{level}.log", env=environ, is_forked=True) as process:
             process.wait_for(lambda process=process: "router listens at" in process.output, "listening")  # type: ignore[misc]
-            url = url_of(process)
+            url = find_url(process)
             instance.register(url)
             plain_http.post(f"{url}/v1/chat/completions", json={"request_id": "r"})
             process.signal(signal.SIGTERM)
@@ -321,26 +321,26 @@ def test_a_person_debugging_is_told_more(tmp_path: Path, stand_in: MakeStandIn, 
 
 def refuses(running: Child) -> bool:
     try:
-        plain_http.get(f"{url_of(running)}/health")
-    except httpx.TransportError:  # refused, or accepted in the last moment and closed
+        plain_http.get(f"{find_url(running)}/health")
+    except httpx.TransportError:  # refused, or accepted and closed
         return True
     return False
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
-def test_ctrl_c_or_a_second_signal_ends_a_running_stream_with_an_error_event_and_aborts_it(
+def test_ctrl_c_or_a_second_signal_ends_a_running_stream_with_an_error_event_and_an_abort(
     running: Child, stand_in: MakeStandIn, signals: list[signal.Signals]
 ) -> None:
     instance = stand_in("mixed", stalls("1"))
-    assert instance.register(url_of(running)).status_code == 200
+    assert instance.register(find_url(running)).status_code == 200
     with plain_http.stream(
-        "POST", f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"}, timeout=30
+        "POST", f"{find_url(running)}/v1/chat/completions", json={"request_id": "r"}, timeout=30
     ) as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
         for number in signals:
             running.signal(number)
-            wait_until(lambda: refuses(running), "the router to accept nothing new")
+            wait_until(lambda: refuses(running), "the router to accept no connections")
         rest = b"".join(pieces)
     error, done = rest.decode().removesuffix("\n\n").split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "router_stopping"
@@ -350,7 +350,7 @@ def test_ctrl_c_or_a_second_signal_ends_a_running_stream_with_an_error_event_and
     wait_until(lambda: instance.aborted == [{"req_ids": ["chatcmpl-r_0"]}], "the abort")
 
 
-def test_a_client_that_does_not_read_does_not_hold_the_end_up(running: Child, stand_in: MakeStandIn) -> None:
+def test_a_client_that_does_not_read_does_not_delay_the_end(running: Child, stand_in: MakeStandIn) -> None:
     responders: list[Responder] = []
 
     async def endless(request: Received, respond: Responder) -> None:
@@ -361,10 +361,10 @@ def test_a_client_that_does_not_read_does_not_hold_the_end_up(running: Child, st
         respond.keep_alive = False
 
     instance = stand_in("mixed", endless)
-    instance.register(url_of(running))
-    with socket.create_connection(("127.0.0.1", int(url_of(running).rpartition(":")[2]))) as client:
+    instance.register(find_url(running))
+    with socket.create_connection(("127.0.0.1", int(find_url(running).rpartition(":")[2]))) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
-        wait_until(lambda: responders and responders[0].bytes_sent > 1 << 20, "the stream to fill what lies between")
+        wait_until(lambda: responders and responders[0].bytes_sent > 1 << 20, "the stream to fill the buffers")
         running.signal(signal.SIGINT)
         assert running.wait() == 0
     assert "Traceback" not in running.output
@@ -372,7 +372,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_end_up(running: Child, st
 
 
 def test_each_request_is_one_line_of_the_access_log(running: Child) -> None:
-    plain_http.post(f"{url_of(running)}/v1/chat/completions", json={"request_id": "r"})
+    plain_http.post(f"{find_url(running)}/v1/chat/completions", json={"request_id": "r"})
     wait_until(lambda: '"path":"/v1/chat/completions"' in running.output, "the line")
     (line,) = [line for line in running.output.splitlines() if line.startswith("{")]
     assert {name: json.loads(line)[name] for name in ("method", "path", "status", "error", "request_id")} == {

@@ -1,4 +1,4 @@
-"""The files that a chat completion at a prefill/decode pair passes are few, and docs/architecture.md has them."""
+"""A chat completion at a prefill/decode pair passes few files, and docs/architecture.md lists them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_chat_completion_at_a_pair_passes_few_files(path: RequestPath) -> None
     assert len(path.files) <= MAX_FILES, path.files
 
 
-def test_the_architecture_page_has_these_files_in_their_order(path: RequestPath) -> None:
+def test_the_architecture_page_lists_these_files_in_order(path: RequestPath) -> None:
     listed = re.findall(r"^\d+\. `router/([^`]+)`", ARCHITECTURE.read_text(), re.MULTILINE)
     assert listed == path.files
 
@@ -33,5 +33,5 @@ def test_the_path_begins_at_the_client_and_reaches_both_instances(path: RequestP
     assert names.count("data_received") == 5  # prefill's response; decode's head and two pieces
 
 
-def test_a_request_that_need_not_wait_is_served_without_a_task(path: RequestPath) -> None:
+def test_a_request_that_does_not_wait_is_served_without_a_task(path: RequestPath) -> None:
     assert not [event for event in path.events if event.resumed or event.function.endswith("ServingRequest._run")]

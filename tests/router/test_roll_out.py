@@ -1,7 +1,7 @@
-"""A roll-out: four instances are replaced one after the other while 64 streams run, and no client notices.
+"""A roll-out: four instances are replaced in turn while 64 streams run, and no stream fails.
 
-Each instance is drained by ``kvrouter drain --wait``, ends, comes back at the same address as another process, and
-registers again. Instances are stand-ins; ``benchmarks/roll_out.py`` does the same with real ones.
+``kvrouter drain --wait`` drains each instance. It ends, starts at the same address as another process, and registers
+again. Instances are stand-ins; ``benchmarks/roll_out.py`` does the same with real engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECE_SECONDS = 0.25
 
 
 async def answer_slowly(request: Received, respond: Responder) -> None:
-    """A stream of numbered pieces that takes more than a second."""
+    """Send a stream of numbered pieces that takes more than a second."""
     await respond.start_stream()
     for number in range(PIECES):
         delta = {"content": f"{number} "}
@@ -36,7 +36,7 @@ async def answer_slowly(request: Received, respond: Responder) -> None:
 
 
 def read_content(text: str) -> str:
-    """What a client has of a stream; "cut" if it has no end."""
+    """Return the content of a stream; "cut" with its last part if it has no end."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     if events[-1:] != ["[DONE]"]:
         return f"cut: {text[-300:]}"
@@ -44,7 +44,7 @@ def read_content(text: str) -> str:
 
 
 def roll_all(instances: list[StandIn], router: RouterUnderTest) -> list[int]:
-    """Replace one after the other; the requests that each new process has had when the next one is drained."""
+    """Replace the instances in turn, and return the number of requests that each new process has received."""
     for number, instance in enumerate(instances):
         assert main([instance.key, "--wait", "--until-restart", "--router", router.url]) == 0
         assert instance.running == 0
@@ -68,12 +68,12 @@ async def keep_streaming(client: httpx.AsyncClient, url: str, outcomes: Counter[
         ] += 1
 
 
-def test_rolling_all_instances_under_64_streams_loses_none(
+def test_a_roll_out_of_all_instances_loses_none_of_64_streams(
     make_router: Callable[..., RouterUnderTest], stand_in: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.console.drain.EMPTY_SECONDS", 0.3)
     monkeypatch.setattr("router.console.drain.POLL_SECONDS", 0.1)
-    # Where the machine is busy, stand-ins are slow to accept connections; and so is all that the test itself does.
+    # On a busy machine, stand-ins are slow to accept connections.
     monkeypatch.setattr("router.http.pool.CONNECT_SECONDS", 60.0)
     instances = [stand_in("mixed", answer_slowly) for _ in range(4)]
     router = make_router(workers=2, policy="request_num", access_log="off", health_check_timeout_secs=60.0)
@@ -83,7 +83,7 @@ def test_rolling_all_instances_under_64_streams_loses_none(
 
     async def run() -> list[int]:
         is_over = asyncio.Event()
-        # A connection each: one that is kept would be closed where the client is slow to use it.
+        # A connection for each request: the router closes an idle one if the client is slow to use it.
         limits = httpx.Limits(max_connections=STREAMS, max_keepalive_connections=0)
         async with httpx.AsyncClient(verify=False, trust_env=False, timeout=300, limits=limits) as client:
             streams = [

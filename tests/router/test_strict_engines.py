@@ -1,4 +1,4 @@
-"""The strict stand-ins for vLLM and SGLang, asked as a good router asks, and in each way that breaks a rule."""
+"""The strict stand-ins for vLLM and SGLang accept correct requests and report each violation of a rule."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def ask(instance: StandIn, path: str, body: dict[str, Any], headers: dict[str, s
     return httpx.post(instance.url + path, json=body, headers=headers or ID, trust_env=False, timeout=20, verify=False)
 
 
-def limited(path: str) -> dict[str, Any]:
-    """A client's body, cut to prefill's one token."""
+def limit_to_one(path: str) -> dict[str, Any]:
+    """Return a client's body with the limit of one token for prefill."""
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     return {**ASKED[path], limit: 1, "stream": False}
 
 
-def texts(path: str, stream: str) -> str:
-    """The text of a stream of any of the four APIs."""
-    said = []
+def read_text(path: str, stream: str) -> str:
+    """Return the text of a stream of one of the four APIs."""
+    deltas = []
     for line in stream.split("\n"):
         if not line.startswith("data: {"):
             continue
         event = json.loads(line.removeprefix("data: "))
         if path in ("/v1/messages", "/v1/responses"):
             delta = event.get("delta", "")
-            said.append(delta.get("text", "") if isinstance(delta, dict) else delta)
+            deltas.append(delta.get("text", "") if isinstance(delta, dict) else delta)
         for choice in event.get("choices", ()):
-            said.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
-    return "".join(said)
+            deltas.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+    return "".join(deltas)
 
 
 @pytest.fixture
@@ -84,17 +84,21 @@ def vllm(stand_in: MakeStandIn) -> Callable[..., tuple[StrictVllm, StandIn, Stan
         ({"disaggregate_info": {}}, "disaggregate_info"),
     ],
 )
-def test_what_vllm_prefill_may_not_be_sent(vllm: Any, change: dict[str, Any], sentence: str) -> None:
+def test_vllm_prefill_reports_forbidden_fields(vllm: Any, change: dict[str, Any], sentence: str) -> None:
     strict, prefill, _ = vllm()
-    ask(prefill, "/v1/chat/completions", {**limited("/v1/chat/completions"), "kv_transfer_params": NIXL, **change})
+    ask(
+        prefill,
+        "/v1/chat/completions",
+        {**limit_to_one("/v1/chat/completions"), "kv_transfer_params": NIXL, **change},
+    )
     assert sentence in "".join(strict.violations)
 
 
-def test_what_nixl_decode_may_not_be_sent(vllm: Any) -> None:
+def test_nixl_decode_refuses_wrong_transfer_parameters(vllm: Any) -> None:
     strict, prefill, decode_ = vllm(lease_s=0.0)
 
     def given(request_id: str) -> Any:
-        body = {**limited("/v1/chat/completions"), "kv_transfer_params": NIXL}
+        body = {**limit_to_one("/v1/chat/completions"), "kv_transfer_params": NIXL}
         answered = ask(prefill, "/v1/chat/completions", body, {"X-Request-Id": request_id})
         return answered.json()["kv_transfer_params"]
 
@@ -124,42 +128,44 @@ def test_what_nixl_decode_may_not_be_sent(vllm: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_nixl_legs_may_be_given_the_ids_of_their_prompt(vllm: Any, path: str) -> None:
+def test_nixl_legs_accept_the_ids_of_their_prompt(vllm: Any, path: str) -> None:
     strict, prefill, decode_ = vllm()
     ids = {"prompt_token_ids": list(range(40))}
-    given = ask(prefill, path, {**limited(path), "kv_transfer_params": {**NIXL, **ids}}).json()["kv_transfer_params"]
+    given = ask(prefill, path, {**limit_to_one(path), "kv_transfer_params": {**NIXL, **ids}}).json()[
+        "kv_transfer_params"
+    ]
     assert "prompt_token_ids" not in given
     body = {**ASKED[path], "stream": True, "kv_transfer_params": {**given, **ids}}
-    assert texts(path, ask(decode_, path, body).text) == decode(next_tokens(list(range(40)), 5))
+    assert read_text(path, ask(decode_, path, body).text) == decode(next_tokens(list(range(40)), 5))
     assert (strict.violations, strict.transfers, strict.stranded) == ([], 1, 0)
 
 
-def test_both_nixl_legs_must_be_given_the_ids(vllm: Any) -> None:
+def test_both_nixl_legs_must_get_the_ids(vllm: Any) -> None:
     strict, prefill, decode_ = vllm()
     path = "/v1/chat/completions"
-    given = ask(prefill, path, {**limited(path), "kv_transfer_params": NIXL}).json()["kv_transfer_params"]
+    given = ask(prefill, path, {**limit_to_one(path), "kv_transfer_params": NIXL}).json()["kv_transfer_params"]
     ask(decode_, path, {**CHAT, "kv_transfer_params": {**given, "prompt_token_ids": [1, 2]}})
     assert "not the one that prefill computed" in "".join(strict.violations)
 
 
 @pytest.mark.parametrize("ids", [[], [-1], ["1"], [True], 7])
-def test_what_are_no_ids_of_a_prompt(vllm: Any, ids: object) -> None:
+def test_wrong_ids_of_a_prompt_are_refused(vllm: Any, ids: object) -> None:
     strict, _, decode_ = vllm("kvstore")
     params = {"prompt_token_ids": ids}
     assert ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}).status_code == 400
     assert "list of non-negative integers" in "".join(strict.violations)
 
 
-def test_legs_must_have_what_the_client_asked(vllm: Any) -> None:
+def test_legs_must_have_the_parameters_of_the_clients_request(vllm: Any) -> None:
     strict, prefill, decode_ = vllm("kvstore")
     strict.asked["1"] = {**CHAT, "number": "1", "temperature": 0.5}
     marked = {"kv_transfer_params": {"do_remote_decode": True}}
-    ask(prefill, "/v1/chat/completions", {**limited("/v1/chat/completions"), **marked, "number": "1"})
+    ask(prefill, "/v1/chat/completions", {**limit_to_one("/v1/chat/completions"), **marked, "number": "1"})
     ask(decode_, "/v1/chat/completions", {**strict.asked["1"], "max_tokens": 4})
     assert strict.violations == ["temperature was 0.5, and came as None", "max_tokens was 5, and came as 4"]
 
 
-def test_mooncake_legs_may_run_at_once(vllm: Any, thread: LoopThread) -> None:
+def test_mooncake_legs_can_run_concurrently(vllm: Any, thread: LoopThread) -> None:
     strict, prefill, decode_ = vllm("mooncake")
     address = f"http://127.0.0.1:{prefill.extra_fields['bootstrap_port']}"
     engine = httpx.get(f"{address}/query", trust_env=False, verify=False).json()["0"]["engine_id"]
@@ -176,7 +182,7 @@ def test_mooncake_legs_may_run_at_once(vllm: Any, thread: LoopThread) -> None:
             while not strict.waiting:
                 await asyncio.sleep(0.01)
             send = {**SEND, "transfer_id": "t1"}
-            await post(prefill, {**limited("/v1/chat/completions"), "kv_transfer_params": send})
+            await post(prefill, {**limit_to_one("/v1/chat/completions"), "kv_transfer_params": send})
             return (await waiting).json()
 
     answered = thread.run(both())
@@ -206,7 +212,7 @@ def ask_both(thread: LoopThread, pair: tuple[StandIn, StandIn], path: str, *bodi
     return thread.run(both())
 
 
-ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 2**63 - 1}
+BOOTSTRAP = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 2**63 - 1}
 
 
 @pytest.mark.parametrize(
@@ -222,9 +228,9 @@ ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room":
         ({"kv_transfer_params": {}, "bootstrap_room": None}, "another engine's"),
     ],
 )
-def test_what_sglang_may_not_be_sent(sglang: Any, change: dict[str, Any], sentence: str) -> None:
+def test_sglang_refuses_wrong_fields(sglang: Any, change: dict[str, Any], sentence: str) -> None:
     strict, prefill, _ = sglang
-    assert ask(prefill, "/v1/chat/completions", {**CHAT, **ROOM, **change}).status_code == 400
+    assert ask(prefill, "/v1/chat/completions", {**CHAT, **BOOTSTRAP, **change}).status_code == 400
     assert sentence in "".join(strict.violations)
 
 
@@ -234,7 +240,7 @@ def test_a_sglang_leg_without_its_partner_waits_until_it_is_aborted(sglang: Any,
     async def leave(instance: StandIn, **body: Any) -> None:
         async with httpx.AsyncClient(trust_env=False, timeout=20, verify=False) as client:
             url = instance.url + "/v1/chat/completions"
-            waiting = asyncio.ensure_future(client.post(url, json={**CHAT, **ROOM, **body}))
+            waiting = asyncio.ensure_future(client.post(url, json={**CHAT, **BOOTSTRAP, **body}))
             while not strict.waiting:
                 await asyncio.sleep(0.01)
             if "rid" in body:
@@ -247,13 +253,13 @@ def test_a_sglang_leg_without_its_partner_waits_until_it_is_aborted(sglang: Any,
 
     thread.run(leave(prefill, bootstrap_room=1))
     thread.run(leave(decode_, bootstrap_room=2, rid="x"))
-    assert ask(prefill, "/v1/chat/completions", {**CHAT, **ROOM, "bootstrap_room": 1}).status_code == 400
+    assert ask(prefill, "/v1/chat/completions", {**CHAT, **BOOTSTRAP, "bootstrap_room": 1}).status_code == 400
     assert strict.violations == ["prefill: bootstrap_room 1 used twice"]
 
 
-def test_sglang_legs_must_be_alike(sglang: Any, thread: LoopThread) -> None:
+def test_sglang_legs_must_be_equal(sglang: Any, thread: LoopThread) -> None:
     strict, prefill, decode_ = sglang
-    bodies = {**CHAT, **ROOM}, {**CHAT, **ROOM, "temperature": 1}
+    bodies = {**CHAT, **BOOTSTRAP}, {**CHAT, **BOOTSTRAP, "temperature": 1}
 
     async def one_then_the_other() -> None:
         async with httpx.AsyncClient(trust_env=False, timeout=20, verify=False) as client:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from router.policies import POLICIES, InstanceLoad, RequestFeatures
 from router.policies.base import Turns
-from tests.router.calls import calls_in_router
+from tests.router.calls import list_router_calls
 
 REQUEST = RequestFeatures(prompt_tokens=100)
 
@@ -48,7 +48,7 @@ def test_a_choice_takes_few_calls_however_many_candidates_there_are(name: str) -
     policy = POLICIES[name]()
     candidates = [InstanceLoad(str(number)) for number in range(8)]
     request = RequestFeatures(100)
-    calls = calls_in_router(lambda: policy.choose_instance(request, candidates))
+    calls = list_router_calls(lambda: policy.choose_instance(request, candidates))
     assert len(calls) <= 2 + name.endswith("cache_aware"), (
         f"{name} makes {len(calls)} Python calls for one choice ({', '.join(map(str, calls))}): a choice may make two, "
         "however many candidates there are. Use map and operator.attrgetter instead of generators and lambdas"

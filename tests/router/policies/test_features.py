@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.policies.base import TOKENS_PER_CHUNK, _clip_members, chunk_hashes, request_features
 from router.serving.reading.sessions import SessionHeaders
-from tests.router.calls import calls_in_router
+from tests.router.calls import list_router_calls
 
 _text = st.text(max_size=40).map(lambda text: text * 40)
 _messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": _text}))
@@ -132,7 +132,7 @@ def test_a_session_is_named_before_a_user(
 
 def test_a_short_prompt_takes_three_calls_and_no_hashing() -> None:
     members = {"model": "m", "prompt": "short", "user": "ann"}
-    called = calls_in_router(lambda: request_features(members, 2).chunks)
+    called = list_router_calls(lambda: request_features(members, 2).chunks)
     assert len(called) <= 3
     assert "chunk_hashes" not in called
 

@@ -18,7 +18,7 @@ from router.http import BadBody
 from router.serving.aborts import MAX_IDS, AbortScope, list_unknown_ids, read_asked_ids
 from router.serving.reading import parsed_request
 from router.serving.reading.api import GENERATING, EngineIds
-from tests.router.calls import calls_in_router
+from tests.router.calls import list_router_calls
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, answers, stalls
 from tests.support.waiting import wait_until
@@ -212,7 +212,7 @@ def test_the_cost_of_an_abort_at_another_request_does_not_grow_with_its_ids() ->
 
     def count(number: int) -> list[str]:
         scope = AbortScope("", [f"chatcmpl-r{each}_0" for each in range(number)])
-        return calls_in_router(lambda: scope.matching_ids(ids, ""))
+        return list_router_calls(lambda: scope.matching_ids(ids, ""))
 
     assert count(1) == count(MAX_IDS) == ["matching_ids"]
 

@@ -17,7 +17,7 @@ from router.settings import RouterSettings, SettingsError
 from router.telemetry import audit
 from router.telemetry.audit import Audit
 from router.telemetry.records import AttemptRecord, RequestRecord
-from tests.router.calls import calls_in_router
+from tests.router.calls import list_router_calls
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, answers, cuts, streams
 from tests.support.waiting import wait_until
@@ -203,7 +203,7 @@ def test_adding_a_record_makes_one_call() -> None:
     log, called = Audit(RouterSettings(access_log="off")), list[str]()
     log.subscribe_to_batches(lambda batch: None)
     entry = make_record()
-    run(lambda: called.extend(calls_in_router(lambda: log.add_record(entry))))
+    run(lambda: called.extend(list_router_calls(lambda: log.add_record(entry))))
     assert called == ["add_record"]
 
 

@@ -13,7 +13,7 @@ from router.http.body import parse_inference
 from router.serving.resume import StreamMerger
 from router.serving.resume.event_template import learn_template
 from router.serving.resume.events import strip_token_ids, undo_token_ids
-from tests.router.calls import calls_in_router
+from tests.router.calls import list_router_calls
 
 HEAD: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 
@@ -160,4 +160,4 @@ def test_a_usual_event_takes_one_call() -> None:
     merger = make_merger()
     merger.feed(event("ours", "a", [1]))
     usual = event("ours", "b", [2])
-    assert calls_in_router(lambda: merger.feed_usual(usual)) == ["feed_usual"]
+    assert list_router_calls(lambda: merger.feed_usual(usual)) == ["feed_usual"]
