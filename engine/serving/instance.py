@@ -238,6 +238,7 @@ class Instance:
         args = self.args
         kv_events = self.kv_events.describe(host_ip, args.block_size) if self.kv_events else None
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None
+        queue_port = args.engine_worker_queue_port
         return {
             "role": args.splitwise_role,
             "start_id": self.start_id,
@@ -245,7 +246,8 @@ class Instance:
             "port": args.port,
             "metrics_port": args.metrics_port or args.port,
             "connector_port": self.receiver.port,
-            "engine_worker_queue_port": args.engine_worker_queue_port or None,
+            # FastDeploy's Go router refuses null for an instance of a pair.
+            **({"engine_worker_queue_port": queue_port} if queue_port else {}),
             "rdma_ports": rdma_ports,
             "device_ids": ["0"],
             "transfer_protocol": self._transfer_protocols,

@@ -264,12 +264,12 @@ class TestEndpoints:
         assert card.pop("start_id")  # this and the next two are our own fields
         assert card.pop("max_num_seqs") == 8
         assert card.pop("cache_salt") is True
+        # In a pair, FastDeploy's Go router refuses an engine_worker_queue_port of null.
         assert card == {
             "role": "mixed",
             "host_ip": "127.0.0.1",
             "port": instance.port,
             "metrics_port": instance.metrics_port,
-            "engine_worker_queue_port": None,
             "rdma_ports": ["7100", "7101"],
             "device_ids": ["0"],
             "transfer_protocol": ["ipc"],
