@@ -1,4 +1,4 @@
-"""A coroutine that is cancelled at a chosen await, as a client that leaves at that moment cancels it."""
+"""Cancels a coroutine at a given await, as a disconnected client does."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["CancelledAt"]
 
 
 class CancelledAt:
-    """Awaitable that runs ``coroutine`` and cancels it at its await number ``number``, counted from 0.
+    """Awaitable that runs ``coroutine`` and cancels it at await ``number``, counted from 0.
 
-    ``is_cancelled`` says whether the coroutine had so many awaits.
+    ``is_cancelled`` is false if the coroutine ended before this await.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int) -> None:
@@ -29,9 +29,7 @@ class CancelledAt:
                 yield awaited
                 awaited = self._coroutine.send(None)
             self.is_cancelled = True
-            if isinstance(
-                awaited, asyncio.Future
-            ):  # as Task.cancel does; the task of this test does not see the future
+            if isinstance(awaited, asyncio.Future):  # as Task.cancel does; the test's task does not get the future
                 awaited._asyncio_future_blocking = False
                 awaited.cancel()
             awaited = self._coroutine.throw(asyncio.CancelledError())

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random float32 weights, large enough to make every next token a clear choice."""
+"""Tiny checkpoints with random float32 weights, large enough that the likeliest token is always clear."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ARCHITECTURES: dict[str, Callable[..., Any]] = {
 
 
 def config_of(architecture: str, **changes: Any) -> Any:
-    """A tiny configuration of an architecture; one KV head for two heads, untied, unless ``changes`` say otherwise."""
+    """Make a tiny configuration: by default, two heads share a KV head, and embeddings are untied."""
     shape = {**_SHAPE, "num_key_value_heads": 2, "tie_word_embeddings": False, **changes}
     return ARCHITECTURES[architecture](**shape)
 
@@ -76,11 +76,11 @@ CHECKPOINTS: dict[str, Callable[[], Any]] = {
     "llama-multiquery-untied": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=1, tie_word_embeddings=False),
     "ernie4.5-grouped-tied": lambda: Ernie4_5Config(**_SHAPE, num_key_value_heads=2, tie_word_embeddings=True),
 }
-"""Architectures, with grouped, single and one-per-head KV heads, and with tied and untied embeddings."""
+"""Architectures with grouped, single and one-per-head KV heads, and with tied and untied embeddings."""
 
 
 WINDOW = 40
-"""Tokens that a layer with a sliding window sees: no multiple of a block."""
+"""Tokens that a layer with a sliding window reads: no multiple of a block."""
 
 _GROUPED = {**_SHAPE, "num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -113,21 +113,21 @@ def _without(shape: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def write_checkpoint(config: Any, folder: Path) -> Path:
-    """Save a model of this configuration with weights that are the same in every run; no tokenizer."""
+    """Save a model of this configuration without a tokenizer. Its weights are equal in all runs."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # transformers starts them at zero, where a lost bias goes unnoticed
+            if name.endswith("bias"):  # transformers sets them to zero, which would hide a missing bias
                 parameter.normal_(std=0.3)
     model.save_pretrained(folder)
     return folder
 
 
 def byte_fallback_tokenizer(**settings: Any) -> Any:
-    """A tokenizer as SentencePiece models have it (Llama, ERNIE): a few words; all else as its UTF-8 bytes.
+    """Make a tokenizer like those of SentencePiece models (Llama, ERNIE): a few words, and UTF-8 bytes for the rest.
 
-    It puts ``<s>`` before a text. ``settings`` are more of ``PreTrainedTokenizerFast``'s.
+    It adds ``<s>`` before a text. ``settings`` are further arguments of ``PreTrainedTokenizerFast``.
     """
     letters = "\u2581abcdefghijklmnopqrstuvwxyz"
     words = ["\u2581the", "\u2581river"]
@@ -148,7 +148,7 @@ def byte_fallback_tokenizer(**settings: Any) -> Any:
 
 
 def write_characters_in_parts(folder: Path) -> Path:
-    """A checkpoint as ``write_few_words``', whose answers have characters of two to four tokens among the words."""
+    """Write a checkpoint that generates words, as ``write_few_words`` does, and characters of two to four tokens."""
     write_few_words(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tensors = load_file(folder / "model.safetensors")
@@ -159,7 +159,7 @@ def write_characters_in_parts(folder: Path) -> Path:
         first, *others = tokenizer.encode(character).ids
         head[first] = 0.5 * torch.randn(head.shape[1], generator=stream)
         for before, after in itertools.pairwise([first, *others]):
-            # A channel of their own, to which no layer writes, lets each part follow the one before it, always.
+            # A separate channel, to which no layer writes, makes each part always follow the part before it.
             channel += 1
             for name, tensor in tensors.items():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):

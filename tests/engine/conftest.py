@@ -1,4 +1,4 @@
-"""Checkpoints that the engine's tests share."""
+"""Checkpoints for many tests of the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.checkpoints import CHECKPOINTS, write_characters_in_parts, wri
 from tests.engine.gpu_form import run_as_on_gpu
 from tests.support.device import TEST_DEVICE
 
-# For models this small, handing work to a second thread takes longer than doing it.
+# For models of this size, a second thread costs more time than it saves.
 torch.set_num_threads(1)
 
 
@@ -30,7 +30,7 @@ def engines_as_on_gpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2 checkpoint without a tokenizer, for tests to which the architecture does not matter."""
+    """A tiny Qwen2 checkpoint without a tokenizer, for tests that work with any architecture."""
     return write_checkpoint(CHECKPOINTS["qwen2-grouped-untied"](), tmp_path_factory.mktemp("models") / "tiny")
 
 
@@ -44,11 +44,11 @@ def word_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def characters_in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint that answers in words and in characters of several tokens."""
+    """A small checkpoint that generates words, and characters of several tokens."""
     return write_characters_in_parts(tmp_path_factory.mktemp("models") / "parts")
 
 
 @pytest.fixture(scope="session")
 def word_tokenizer(word_model: Path) -> Any:
-    """Its tokenizer: byte level, one token for each word it knows."""
+    """The tokenizer of ``word_model``: byte level, one token for each word of its vocabulary."""
     return load_tokenizer(str(word_model))

@@ -1,9 +1,8 @@
-"""Watches tensor operations for those that would make the host wait for a GPU, on machines that have none.
+"""Detects tensor operations that would make the host wait for a GPU, on machines without a GPU.
 
-On a CPU nothing waits, so that such an operation goes unnoticed until the first GPU is met; here it is known by its
-name and by what it is given. Two things are looked for: where a value of a tensor decides what the host does
-(``.item()``, an ``if``, a boolean index), and where numbers of the host become a tensor by a copy that waits
-(``torch.tensor(numbers)``, a list as an index, tensors of two devices in one operation).
+On a CPU no operation waits, so this module detects them by their names and arguments. There are two kinds: operations
+that read a tensor's value on the host (``.item()``, an ``if``, a boolean index), and blocking copies of host numbers to
+a tensor (``torch.tensor(numbers)``, a list as an index, tensors of two devices in one operation).
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ class HostWaits(AssertionError):
 
 
 class DeviceWatch:
-    """Fails the ``with`` block where it would wait for a device, but for what ``letting_through`` wraps."""
+    """Fails a ``with`` block that would wait for a device. Functions that ``allow`` wraps may wait."""
 
     def __init__(self) -> None:
-        self.times_let_through = 0
+        self.times_allowed = 0
         self._is_watching = True
         self._allows_lists = False
 
-    def letting_through(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` as it is, counted, and not watched: the one place where a step may wait."""
+    def allow(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``function`` so that it may wait, and count its calls. It is the only place where a step may wait."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.times_let_through += 1
+            self.times_allowed += 1
             self._is_watching = False
             try:
                 return function(*args, **kwargs)
@@ -66,20 +65,20 @@ class DeviceWatch:
         """Watch all tensor operations of this thread.
 
         Args:
-            allows_lists: tensors of the host may be made of lists; the device is another than the host's, which shows
-                whether they are used as they are.
+            allows_lists: host tensors may be made from lists. Use it only with a device other than the CPU, which
+                shows if they are used without a copy.
         """
         self._allows_lists = allows_lists
         with _Calls(self.check_call), _Operations(self.check_operation):
             yield
 
     def check_call(self, name: str) -> None:
-        """A method of Python's, seen before it is taken apart."""
+        """Check a Python call, before torch divides it into operations."""
         if self._is_watching and name in _WAITING_METHODS:
             raise HostWaits(f"Tensor.{name}() in a step")
 
     def check_operation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An operation of ATen's."""
+        """Check an operation of ATen."""
         if not self._is_watching:
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

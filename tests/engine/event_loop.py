@@ -1,4 +1,4 @@
-"""Coroutines as tests."""
+"""Tests that are coroutines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEADLINE_SECONDS = 120.0
 
 
 def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine test in a loop of its own, with a deadline; an error nobody caught fails it, too."""
+    """Run a coroutine test in its own event loop, with a deadline. An uncaught error in a task fails it, too."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -29,10 +29,10 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-async def eventually(condition: Callable[[], object], what: str) -> None:
-    """Let the loop run until ``condition`` is true."""
+async def eventually(condition: Callable[[], object], awaited: str) -> None:
+    """Wait until ``condition`` is true, while the event loop runs."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + _DEADLINE_SECONDS
     while not condition():
-        assert loop.time() < give_up_at, f"waited {_DEADLINE_SECONDS:g} s in vain for {what}"
+        assert loop.time() < give_up_at, f"waited {_DEADLINE_SECONDS:g} s for {awaited}"
         await asyncio.sleep(0.005)

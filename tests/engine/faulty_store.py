@@ -1,7 +1,4 @@
-"""A pool that breaks on demand, as real pools do on a bad day.
-
-It stands in for a Mooncake cluster that breaks in ways that cannot be brought about on purpose at the right moment.
-"""
+"""A pool with faults that a test controls. A real Mooncake cluster cannot be made to fail at a given moment."""
 
 from __future__ import annotations
 
@@ -21,29 +18,29 @@ class Fault(enum.Enum):
 
     NOTHING = enum.auto()
     ALL_FAIL = enum.auto()
-    """Every answer is FAILED."""
+    """Every call returns FAILED."""
     ALL_RAISE = enum.auto()
-    """Every call raises, which no store may do."""
+    """Every call raises an error, which no store may do."""
     GONE_AT_LOAD = enum.auto()
-    """A block that a look-up found has been evicted when it is read."""
+    """Blocks that a look-up found are evicted before they are read."""
     FAILS_AFTER_FIRST_BLOCK = enum.auto()
-    """A read brings one block and leaves NaN in the others' memory."""
-    RAISES_HALF_WAY = enum.auto()
-    """A read leaves NaN in all the memory it was given, and raises."""
+    """A read loads one block, and writes NaN to the memory of the others."""
+    RAISES_DURING_READ = enum.auto()
+    """A read writes NaN to all its target memory, and raises an error."""
     REFUSES_SAVES = enum.auto()
-    """Nothing more is stored."""
+    """Every save fails."""
 
 
 class FaultyStore(StorageBackend):
-    """A sound store behind a fault; closing it leaves the sound store open, for others use it too.
+    """Adds a fault to another store. It does not close that store, because other clients use it too.
 
-    ``hang_loads`` and ``hang_saves`` make calls wait until ``go_on``; a load that hangs has put NaN into its targets.
+    ``hang_loads`` and ``hang_saves`` make calls hang until ``go_on``. A load that hangs has written NaN to its targets.
     """
 
     def __init__(self, sound: StorageBackend, fault: Fault = Fault.NOTHING) -> None:
         self.fault = fault
         self.load_seconds = 0.0
-        """Added to the time of every read."""
+        """Extra time of every read."""
         self.hanging = threading.Event()
         """Set when a call hangs."""
         self._sound = sound
@@ -52,15 +49,15 @@ class FaultyStore(StorageBackend):
         self.go_on()
 
     def hang_loads(self) -> None:
-        """Loads hang from now on."""
+        """Make loads hang until ``go_on``."""
         self._loads_go.clear()
 
     def hang_saves(self) -> None:
-        """Saves hang from now on."""
+        """Make saves hang until ``go_on``."""
         self._saves_go.clear()
 
     def go_on(self) -> None:
-        """Calls that hang go on, and none hangs any more."""
+        """Continue all calls that hang. Later calls do not hang."""
         self.hanging.clear()
         self._loads_go.set()
         self._saves_go.set()
@@ -85,9 +82,9 @@ class FaultyStore(StorageBackend):
         if self.fault is Fault.FAILS_AFTER_FIRST_BLOCK:
             _fill_with_nan(targets[1:])
             return self._sound.get(keys[:1], targets[:1]) + [Status.FAILED] * (len(keys) - 1)
-        if self.fault is Fault.RAISES_HALF_WAY:
+        if self.fault is Fault.RAISES_DURING_READ:
             _fill_with_nan(targets)
-            raise RuntimeError("the connection broke half-way")
+            raise RuntimeError("the connection broke during the read")
         return self._sound.get(keys, targets)
 
     def exists(self, keys: Sequence[str]) -> list[Status]:
@@ -114,7 +111,7 @@ class FaultyStore(StorageBackend):
 
 
 def _fill_with_nan(targets: Sequence[Value]) -> None:
-    """All bits set is NaN in every floating-point type."""
+    """Set all bits, which is NaN in every floating-point type."""
     for target in targets:
         for address, nbytes in target:
             ctypes.memset(address, 0xFF, nbytes)

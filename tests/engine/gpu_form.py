@@ -1,7 +1,7 @@
-"""The engine on a CPU with the code that a GPU runs, so that its tests hold for a GPU's path where there is none.
+"""Runs the engine's code for GPUs on a CPU, so that tests cover this code without a GPU.
 
-That path has another form of attention, weights as transformers has them, blocks that pass to the pool through
-buffers, and working sets of offloaded sequences, as a GPU cannot read host memory.
+This code has another implementation of attention, the unpacked weights of transformers, staging buffers between the
+engine and the pool, and working sets of offloaded sequences, because a GPU cannot read host memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ assert paged.form_for(torch.device("cpu")) != _GPU_FORM
 
 
 def attend_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of attention that a GPU has, wherever tensors lie."""
+    """Use the attention for GPUs on each device."""
     monkeypatch.setattr(paged, "form_for", lambda device: _GPU_FORM)
     monkeypatch.setattr(places, "causal_lower_right", _make_bias)
 
 
 def run_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the GPU's path; before an engine is made."""
+    """Use all the code for GPUs. Call this before an engine is made."""
     attend_as_on_gpu(monkeypatch)
     for module in (retrieval, model_runner):
         monkeypatch.setattr(module, "reads_host_memory", lambda device: False)
@@ -39,6 +39,6 @@ def run_as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _make_bias(num_tokens: int, context: int) -> torch.Tensor:
-    """torch's own, which cannot be made under a watch."""
+    """Make the bias of torch, which fails under a ``TorchDispatchMode``."""
     with _disable_current_modes():
         return causal_lower_right(num_tokens, context)

@@ -1,4 +1,4 @@
-"""A prefill and a decode instance in one process, over a real TransferEngine, without HTTP and router."""
+"""A prefill and a decode instance in one process, with a real TransferEngine, without HTTP and router."""
 
 from __future__ import annotations
 
@@ -22,14 +22,24 @@ from tests.engine.event_loop import eventually
 from tests.engine.running import Engine
 from tests.support.device import TEST_DEVICE
 
-__all__ = ["HOST", "PROMPT", "Pair", "Side", "TroubledTransfer", "all_of", "forget_prefixes", "pair_of", "tokens_of"]
+__all__ = [
+    "HOST",
+    "PROMPT",
+    "FaultyTransfer",
+    "Pair",
+    "Side",
+    "collect_pieces",
+    "empty_prefix_cache",
+    "pair_of",
+    "tokens_of",
+]
 
 HOST = "127.0.0.1"
 PROMPT = tuple(range(1, 101))
 
 
-class TroubledTransfer(Transfer):
-    """A real one, that can be made to fail, to spoil a byte, or to hang."""
+class FaultyTransfer(Transfer):
+    """A real transfer that a test can make fail, corrupt a byte, or hang."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(HOST, "tcp")
@@ -38,19 +48,19 @@ class TroubledTransfer(Transfer):
             engine.runner, self, 0, buffer_bytes=2 * (engine.runner.shape.nbytes + HEADROOM_BYTES)
         )
         self.fails = False
-        self.spoils = False
-        """Whether the memory written to gets a wrong byte after each write."""
+        self.corrupts = False
+        """Whether each write changes a byte of the target memory to a wrong value."""
         self.hanging = threading.Event()
         """Set when a write hangs."""
         self._go = threading.Event()
         self._go.set()
 
     def hang(self) -> None:
-        """Writes hang from now on."""
+        """Make writes hang until ``go_on``."""
         self._go.clear()
 
     def go_on(self) -> None:
-        """Whatever hangs goes on."""
+        """Continue all writes that hang."""
         self._go.set()
 
     def write(self, session: str, sources: Sequence[int], targets: Sequence[int], nbytes: int) -> bool:
@@ -60,20 +70,20 @@ class TroubledTransfer(Transfer):
         if self.fails:
             return False
         written = super().write(session, sources, targets, nbytes)
-        if self.spoils:
+        if self.corrupts:
             ctypes.c_ubyte.from_address(targets[0]).value ^= 1
         return written
 
 
 class Side:
-    """One instance: its engine, and what others reach it by."""
+    """One instance of a pair: its engine, transfer, receiver and generations."""
 
     def __init__(
         self, engine: Engine, role: str, tokenizer: Any, expiry_seconds: float = 10.0, *, staged: bool = False
     ) -> None:
         self.engine = engine
         self.transfer = transfer_of(engine)
-        self.transfer.fails = self.transfer.spoils = False
+        self.transfer.fails = self.transfer.corrupts = False
         self.transfer.hanging.clear()
         memory = self.transfer.staged if staged else self.transfer.direct
         assert memory, "the host cannot read a device's memory"
@@ -86,7 +96,7 @@ class Side:
         self._bytes_before = engine.metric("kvstore_handed_over_bytes_total")
 
     def handed_over(self, way: str) -> float:
-        """Requests of this test."""
+        """Return the number of this test's requests whose prompts came this way."""
         return self._handed_over(way) - self._before[way]
 
     def _handed_over(self, way: str) -> float:
@@ -94,76 +104,76 @@ class Side:
 
     @property
     def bytes_handed_over(self) -> float:
-        """In this test."""
+        """Bytes that this instance handed over, or received, in this test."""
         return self.engine.metric("kvstore_handed_over_bytes_total") - self._bytes_before
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing holds a block."""
+        """Whether all blocks are free."""
         return self.engine.metric("fastdeploy:available_gpu_block_num") == self.engine.blocks.num_blocks
 
     @property
     def num_reserved(self) -> float:
-        """Blocks lent, for prompts that another instance computes."""
+        """Number of blocks that are reserved for prompts of another instance."""
         return self.engine.metric("kvstore_reserved_blocks")
 
 
 class Pair:
-    """A prefill and a decode instance; both must be free of requests when the test is over."""
+    """A prefill and a decode instance; at the end of a test, neither has a request."""
 
     def __init__(self, prefill: Side, decode: Side) -> None:
         self.prefill, self.decode = prefill, decode
 
     @property
     def info(self) -> DisaggregateInfo:
-        """What a router would say of the two."""
+        """The information about the pair that a router adds to a request."""
         return DisaggregateInfo(decode_ip=HOST, decode_connector_port=self.decode.receiver.port)
 
     def start(
         self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, name: str = "r", **params: Any
     ) -> tuple[Generation, Generation]:
-        """Both legs of one request."""
+        """Start both legs of a request."""
         sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
         request = Request(name, tuple(prompt), sampling)
         return (self.prefill.generations.begin(request, self.info), self.decode.generations.begin(request, self.info))
 
     async def answer(self, prompt: Sequence[int] = PROMPT, max_tokens: int = 12, **params: Any) -> list[Piece]:
-        """What decode answers."""
-        _, pieces = await asyncio.gather(*map(all_of, self.start(prompt, max_tokens, **params)))
+        """Start a request; return the pieces that decode generates."""
+        _, pieces = await asyncio.gather(*map(collect_pieces, self.start(prompt, max_tokens, **params)))
         return pieces
 
     async def until_free(self) -> None:
-        """Wait until nothing holds a block of either."""
+        """Wait until all blocks of both instances are free."""
         await eventually(lambda: self.prefill.is_free and self.decode.is_free, f"all blocks: {self}")
 
     def __repr__(self) -> str:
         return f"{self.prefill.engine.scheduler} {self.decode.engine.scheduler}"
 
 
-async def all_of(generation: Generation) -> list[Piece]:
-    """What one leg answers, to its end."""
+async def collect_pieces(generation: Generation) -> list[Piece]:
+    """Return all pieces that one leg generates."""
     return [piece async for piece in generation.pieces()]
 
 
 def tokens_of(pieces: list[Piece]) -> list[int]:
-    """The tokens of an answer."""
+    """Return the tokens of a response."""
     return [piece.token_id for piece in pieces if piece.token_id is not None]
 
 
 @functools.cache
-def transfer_of(engine: Engine) -> TroubledTransfer:
-    """One for each engine's memory, and for good: taking a TransferEngine down takes a second."""
-    return TroubledTransfer(engine)
+def transfer_of(engine: Engine) -> FaultyTransfer:
+    """Return the transfer of an engine. It is never closed, because that takes a second."""
+    return FaultyTransfer(engine)
 
 
 @functools.cache
 def shared_engines(folder: str) -> tuple[Engine, Engine]:
-    """Two engines for all tests that need no special ones; their threads end with the process."""
+    """Return two engines for all tests without special options. Their threads end with the process."""
     return Engine(Path(folder)), Engine(Path(folder))
 
 
-def forget_prefixes(engine: Engine) -> None:
-    """Empty an idle engine's prefix cache."""
+def empty_prefix_cache(engine: Engine) -> None:
+    """Remove all blocks from the prefix cache of an idle engine."""
     blocks = engine.blocks
     blocks.release_blocks(blocks.allocate_blocks(blocks.num_available))
 
@@ -179,14 +189,14 @@ async def pair_of(
     staged: bool = TEST_DEVICE != "cpu",
     **options: Any,
 ) -> AsyncIterator[Pair]:
-    """A pair that answers; at the end all of its blocks must come back.
+    """Start a pair. At the end, assert that all its blocks become free.
 
     Args:
-        expiry_seconds: how long decode keeps blocks for a request that does not come.
-        num_blocks: decode's.
-        prefill_blocks: prefill's.
-        staged: blocks pass through buffers on both sides, as beside a GPU.
-        options: of both engines.
+        expiry_seconds: time after which decode releases the blocks of a request that does not arrive.
+        num_blocks: number of decode's blocks.
+        prefill_blocks: number of prefill's blocks.
+        staged: blocks pass through staging buffers on both sides, as with a GPU.
+        options: further options of both engines.
     """
     own = options or (num_blocks, prefill_blocks) != (64, 64)
     with contextlib.ExitStack() as started:
@@ -208,4 +218,4 @@ async def pair_of(
             pair.prefill.transfer.go_on()
             await pair.decode.receiver.stop_listening()
             for engine in engines:
-                forget_prefixes(engine)
+                empty_prefix_cache(engine)

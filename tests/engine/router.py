@@ -1,4 +1,4 @@
-"""A router's registration endpoint, and nothing else of a router: it records what instances tell it."""
+"""A simulated router with only the registration endpoint. It records the registrations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Router"]
 
 
 class Router(JsonServer):
-    """Takes registrations; answers 400 while ``refuses``, and no object while ``is_other_software``."""
+    """Accepts registrations; responds 400 if ``refuses``, and without a JSON object if ``is_other_software``."""
 
     def __init__(self, port: int = 0) -> None:
         self.registered: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A whole engine without HTTP: prompts in, tokens out."""
+"""An engine without HTTP: a test submits prompts and gets tokens."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ _DEADLINE_SECONDS = 60.0
 
 
 class Answering:
-    """One request in the engine, and what was heard of it."""
+    """One request in the engine, and its outputs."""
 
     def __init__(self, sequence: EngineSequence) -> None:
         self.sequence = sequence
         self.times_saved = 0
         self.saved = threading.Event()
         self._outputs: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
-        self._heard: list[TokenOutput] = []
+        self._received: list[TokenOutput] = []
 
     @property
     def listener(self) -> Listener:
-        """For ``EngineCore.submit``."""
+        """The listener for ``EngineCore.submit``."""
         return Listener(self._outputs.put, self._on_saved)
 
     def next(self) -> TokenOutput:
         """Wait for the next output."""
         output = self._outputs.get(timeout=_DEADLINE_SECONDS)
-        self._heard.append(output)
+        self._received.append(output)
         return output
 
     def wait(self) -> list[int]:
-        """Wait for the end; all tokens."""
-        while not (self._heard and self._heard[-1].finish_reason):
+        """Wait for the end of the request; return all its tokens."""
+        while not (self._received and self._received[-1].finish_reason):
             self.next()
-        return [output.token_id for output in self._heard if output.token_id is not None]
+        return [output.token_id for output in self._received if output.token_id is not None]
 
     @property
     def finish_reason(self) -> str | None:
-        """As the last output heard had it."""
-        return self._heard[-1].finish_reason
+        """The finish reason of the last received output."""
+        return self._received[-1].finish_reason
 
     def _on_saved(self) -> None:
         self.times_saved += 1
@@ -73,7 +73,7 @@ class Answering:
 
 
 class Engine:
-    """An ``EngineCore`` over a checkpoint folder; small blocks and budgets, so that borders are crossed."""
+    """An ``EngineCore`` of a checkpoint. Small blocks and budgets make prompts cross the boundaries of both."""
 
     def __init__(
         self,
@@ -133,17 +133,17 @@ class Engine:
             self.wait_for_pool()
 
     @property
-    def keeps_late_blocks(self) -> bool:
-        """Whether the pool moves KV memory itself: its late calls keep blocks then, and staged ones do not."""
+    def late_calls_hold_blocks(self) -> bool:
+        """Whether late calls hold blocks: they do if the pool accesses KV memory directly, without staging buffers."""
         assert self.core._connector
         return isinstance(self.core._connector._transfers._memory, DirectMemory)
 
     def wait_for_pool(self) -> None:
-        """Until the pool has been joined."""
+        """Wait until the engine has joined the pool."""
         wait_until(lambda: self.metric("kvstore_pool_open"), "joining the pool", _DEADLINE_SECONDS)
 
     def metric(self, name: str, **labels: str) -> float:
-        """A metric's value now."""
+        """Return the current value of a metric."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def begin(
@@ -155,7 +155,7 @@ class Engine:
         hints: tuple[CacheHint, ...] = (),
         **params: Any,
     ) -> Answering:
-        """Submit a prompt; greedy unless ``params`` say otherwise."""
+        """Submit a prompt. Sampling is greedy unless ``params`` change it."""
         sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
         request = Request(next(self._names), tuple(prompt), sampling, salt, hints=hints)
         sequence = EngineSequence(request, self.block_size)
@@ -164,7 +164,7 @@ class Engine:
         return answering
 
     def begin_at_once(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> list[Answering]:
-        """Submit prompts so that the engine has all of them before its next step, however slow this thread is."""
+        """Submit prompts so that the engine has all of them before its next step, even if this thread is slow."""
         are_submitted = threading.Event()
         self.core.call(are_submitted.wait)
         begun = [self.begin(prompt, max_tokens, **more) for prompt in prompts]
@@ -172,14 +172,14 @@ class Engine:
         return begun
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Answering:
-        """Submit a prompt and wait until it ended and everything of it was saved."""
+        """Submit a prompt, and wait until it has ended and all its blocks are saved."""
         answering = self.begin(prompt, max_tokens, **more)
         answering.wait()
         assert answering.saved.wait(_DEADLINE_SECONDS)
         return answering
 
     def wait_until_idle(self) -> None:
-        """Until no block is held: nothing waits, loads, runs or is being saved."""
+        """Wait until no request holds a block: none waits, loads, runs or is being saved."""
         wait_until(
             lambda: self.blocks.num_available == self.blocks.num_blocks and not self.scheduler.waiting,
             f"all blocks to come back: {self.scheduler}",

@@ -1,4 +1,4 @@
-"""One real instance as its own process, spoken to as clients, operators and routers do."""
+"""One real instance as a process. Tests send it the requests of clients, operators and routers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.support.waiting import wait_until
 MODEL = "words"
 LONG_PROMPT = " the river runs through the town" * 20
 ENDLESS: dict[str, Any] = {"max_tokens": 3900, "temperature": 0, "ignore_eos": True}
-"""Many seconds of decoding, so that only an abort ends it in time."""
+"""Decoding takes many seconds, so only an abort can end it in time."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running instance and how to speak to it."""
+    """A running instance, and its clients."""
 
     process: Child
     port: int
@@ -53,12 +53,12 @@ class Served:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
 
     def post(self, path: str, body: Any) -> Any:
-        """The JSON answer to a JSON body."""
+        """Send a JSON body; return the JSON response."""
         with self.http as client:
             return client.post(path, json=body).json()
 
     def metric(self, name: str) -> float:
-        """A metric's value now; a labelled one as it stands in the text."""
+        """Return the current value of a metric. ``name`` includes the labels, in Prometheus' text format."""
         with self.http as client:
             lines = client.get("/metrics").text.splitlines()
         return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)
@@ -97,8 +97,8 @@ def instance(word_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each test leaves the shared instance as idle as it found it."""
+def wait_until_the_instance_is_idle(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test leaves the shared instance idle."""
     yield
     if "instance" in request.fixturenames:
         served: Served = request.getfixturevalue("instance")
@@ -123,7 +123,7 @@ def text_of(chunks: list[Any]) -> str:
 
 
 class TestChat:
-    def test_an_answer_at_once(self, instance: Served) -> None:
+    def test_a_response_without_streaming_is_complete(self, instance: Served) -> None:
         answer = chat(instance, max_tokens=12)
         assert answer.object == "chat.completion"
         assert answer.model == MODEL
@@ -134,14 +134,14 @@ class TestChat:
         assert answer.usage.completion_tokens == 12
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
 
-    def test_a_stream_brings_the_same_answer_in_pieces(self, instance: Served) -> None:
+    def test_a_stream_has_the_same_text_in_pieces(self, instance: Served) -> None:
         chunks = chat_stream(instance, max_tokens=12)
         assert text_of(chunks) == chat(instance, max_tokens=12).choices[0].message.content
         assert chunks[0].choices[0].delta.role == "assistant"
         assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 11 + ["length"]
         assert len({chunk.id for chunk in chunks}) == 1
 
-    def test_a_stream_tells_usage_when_asked_to(self, instance: Served) -> None:
+    def test_a_stream_reports_usage_if_requested(self, instance: Served) -> None:
         *_, last = chat_stream(instance, max_tokens=5, stream_options={"include_usage": True})
         assert last.choices == []
         assert last.usage.completion_tokens == 5
@@ -156,18 +156,18 @@ class TestChat:
             assert text_of(chunks) == expected
             assert chunks[-1].choices[0].finish_reason == "stop"
         else:
-            answer = chat(instance, max_tokens=12, stop=[stop, "never said"])
+            answer = chat(instance, max_tokens=12, stop=[stop, "never generated"])
             assert answer.choices[0].message.content == expected
             assert answer.choices[0].finish_reason == "stop"
-            # Words are tokens: those before the stop string, and those that it begins and ends in.
+            # A word is a token. The tokens that contain the stop string count, too.
             assert answer.usage.completion_tokens == len(whole[: whole.index(stop) + len(stop)].split())
 
-    def test_logprobs_tell_each_token_and_its_likeliest_rivals(self, instance: Served) -> None:
+    def test_logprobs_contain_each_token_and_its_likeliest_alternatives(self, instance: Served) -> None:
         answer = chat(instance, max_tokens=6, logprobs=True, top_logprobs=3)
         tokens = answer.choices[0].logprobs.content
         assert "".join(token.token for token in tokens) == answer.choices[0].message.content
         for token in tokens:
-            values = [rival.logprob for rival in token.top_logprobs]
+            values = [other.logprob for other in token.top_logprobs]
             assert len(values) == 3
             assert values == sorted(values, reverse=True)
             assert (token.token, token.logprob) == (token.top_logprobs[0].token, values[0])  # greedy
@@ -190,7 +190,7 @@ class TestChat:
 
 
 class TestCompletions:
-    def test_an_answer_at_once_and_streamed(self, instance: Served) -> None:
+    def test_a_response_and_a_stream_have_the_same_text(self, instance: Served) -> None:
         with instance.openai as client:
             ask: dict[str, Any] = {"model": MODEL, "prompt": " the river", "max_tokens": 8, "temperature": 0}
             whole = client.completions.create(**ask)
@@ -201,13 +201,13 @@ class TestCompletions:
 
 
 class TestEndpoints:
-    def test_models_names_the_served_model_and_its_context(self, instance: Served) -> None:
+    def test_the_model_list_has_the_served_model_and_its_context_length(self, instance: Served) -> None:
         with instance.openai as client:
             (model,) = client.models.list().data
         assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 4000)
 
     @pytest.mark.parametrize("path", ["/clear_prefix_cache", "/reset_prefix_cache"])
-    def test_the_own_cache_is_cleared_by_either_name(self, instance: Served, path: str) -> None:
+    def test_both_paths_clear_the_own_cache(self, instance: Served, path: str) -> None:
         chat(instance, LONG_PROMPT, max_tokens=1)
         assert instance.post(path, {}) == {"status": "success"}
         details = chat(instance, LONG_PROMPT, max_tokens=1).usage.prompt_tokens_details.model_dump()
@@ -219,19 +219,19 @@ class TestEndpoints:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
         assert "not the shared pool; leave the parameter out" in answer.json()["error"]["message"]
 
-    def test_an_instance_that_no_router_should_know_is_ready(self, instance: Served) -> None:
+    def test_an_instance_is_ready(self, instance: Served) -> None:
         with instance.http as client:
             answer = client.get("/ready")
         assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
 
-    def test_metrics_are_prometheus_text_on_both_ports(self, instance: Served) -> None:
+    def test_both_ports_serve_metrics_in_prometheus_format(self, instance: Served) -> None:
         for port in (instance.port, instance.metrics_port):
             answer = plain_http.get(f"http://127.0.0.1:{port}/metrics")
             assert answer.headers["content-type"].startswith("text/plain")
             for name in ("num_requests_running", "available_gpu_block_num", "time_to_first_token_seconds_bucket"):
                 assert f"fastdeploy:{name}" in answer.text
 
-    def test_a_model_is_found_by_its_name_only(self, instance: Served) -> None:
+    def test_a_model_is_found_only_by_its_name(self, instance: Served) -> None:
         with instance.openai as client:
             assert client.models.retrieve(MODEL).id == MODEL
             with pytest.raises(openai.NotFoundError, match='serves no model "other/one"; it serves "words"') as caught:
@@ -239,17 +239,17 @@ class TestEndpoints:
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/abort_requests"])
-    def test_a_body_that_is_not_json_is_told_so(self, instance: Served, path: str) -> None:
+    def test_the_error_for_a_body_that_is_not_json_says_so(self, instance: Served, path: str) -> None:
         with instance.http as client:
             answer = client.post(path, content=b"{'single': 'quotes'}")
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith("the body is not valid JSON")
 
-    def test_the_openai_client_raises_bad_request_with_the_sentence(self, instance: Served) -> None:
+    def test_the_openai_client_raises_bad_request_with_the_message(self, instance: Served) -> None:
         with pytest.raises(openai.BadRequestError, match="temperature: Input should be greater than or equal to 0"):
             chat(instance, temperature=-1)
 
-    def test_every_request_has_its_line_in_the_log(self, instance: Served) -> None:
+    def test_every_request_has_a_line_in_the_log(self, instance: Served) -> None:
         chat(instance, max_tokens=3, extra_body={"request_id": "logged"})
         line = wait_until(
             lambda: next((one for one in instance.log.read_text().splitlines() if "request_id=logged" in one), ""),
@@ -258,10 +258,10 @@ class TestEndpoints:
         for field in ("finish_reason=length", "output_token_num=3", "storage_cache_token_num=0", "ttft="):
             assert field in line
 
-    def test_the_router_is_told_fastdeploys_fields(self, instance: Served) -> None:
+    def test_the_registration_has_fastdeploys_fields(self, instance: Served) -> None:
         card = dict(instance.card)
         assert card.pop("connector_port") > 0
-        assert card.pop("start_id")  # this and the next two are our own fields
+        assert card.pop("start_id")  # this field and the next two are ours
         assert card.pop("max_num_seqs") == 8
         assert card.pop("cache_salt") is True
         # In a pair, FastDeploy's Go router refuses an engine_worker_queue_port of null.
@@ -282,35 +282,35 @@ class TestEndpoints:
 
 class TestAborts:
     @pytest.mark.parametrize(
-        ("asked", "not_found"),
+        ("aborted", "not_found"),
         [({"req_ids": ["chatcmpl-abc_0", "unknown"]}, ["unknown"]), ({"abort_all": True}, [])],
         ids=["by id", "all"],
     )
-    def test_a_request_is_aborted(self, instance: Served, asked: dict[str, Any], not_found: list[str]) -> None:
+    def test_an_abort_ends_a_request(self, instance: Served, aborted: dict[str, Any], not_found: list[str]) -> None:
         body = {"messages": [{"role": "user", "content": "go on"}], "stream": True, "request_id": "abc", **ENDLESS}
         with instance.http as client, client.stream("POST", "/v1/chat/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
-            answer = instance.post("/v1/abort_requests", asked)
+            answer = instance.post("/v1/abort_requests", aborted)
             assert (answer["aborted"], answer["not_found"]) == (["abc"], not_found)
             events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
 
-    def test_an_abort_of_nothing_is_refused(self, instance: Served) -> None:
+    def test_an_abort_without_requests_is_refused(self, instance: Served) -> None:
         with instance.http as client:
             refused = client.post("/v1/abort_requests", json={})
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith('the body must have "req_ids"')
 
-    def test_a_client_that_leaves_while_it_sends_is_no_fault(self, instance: Served) -> None:
+    def test_a_client_that_disconnects_while_it_sends_causes_no_error(self, instance: Served) -> None:
         with socket.create_connection(("127.0.0.1", instance.port)) as client:
             client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"pro')
         chat(instance, max_tokens=1)
         assert "Traceback" not in instance.log.read_text()
 
     @pytest.mark.parametrize("stream", [True, False])
-    def test_a_client_that_leaves_ends_its_sequence(self, instance: Served, stream: bool) -> None:
+    def test_the_sequence_of_a_disconnected_client_is_aborted(self, instance: Served, stream: bool) -> None:
         before = instance.num_aborted
         body = json.dumps({"prompt": " the", "stream": stream, **ENDLESS}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -323,13 +323,13 @@ class TestAborts:
 
 class TestStarting:
     @pytest.fixture(autouse=True)
-    def stop_short_of_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What ``main`` would change in this process it must not come to."""
+    def prevent_serving(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Prevent ``main`` from changing the logs of this process, and from serving."""
         monkeypatch.setattr("engine.telemetry.logs.set_up", lambda *_, **__: None)
         monkeypatch.setattr("engine.serving.server.InstanceServer", None)
 
-    def sentence(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-        """What starting with these flags says on standard error, all of it; it must be refused."""
+    def get_error(self, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+        """Assert that a start with these flags fails; return its whole standard error."""
         assert main(["--host", "127.0.0.1", "--port", str(free_port()), *flags]) == 2
         out, err = capsys.readouterr()
         assert out == ""
@@ -338,16 +338,16 @@ class TestStarting:
         return err
 
     @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
-    def test_a_taken_port_is_told_with_its_flag(
+    def test_the_error_for_a_used_port_names_its_flag(
         self, capsys: pytest.CaptureFixture[str], word_model: Path, flag: str
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
-        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            error = self.get_error(capsys, "--model", str(word_model), flag, str(port))
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in error
 
     @pytest.mark.timing  # how long the kernel keeps the connection's port
-    def test_a_port_that_a_closed_connection_has_is_waited_for(
+    def test_a_start_waits_for_a_port_that_a_closed_connection_still_uses(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path
     ) -> None:
         monkeypatch.setattr(
@@ -362,11 +362,11 @@ class TestStarting:
             wait = time.sleep
 
             def end_connection(seconds: float) -> None:
-                if client.fileno() == -1:  # it is closed, and on a loaded machine still on its last acknowledgement
+                if client.fileno() == -1:  # it is closed, but may still wait for its last acknowledgement
                     wait(seconds)
                 else:
                     accepted.close()
-                    client.recv(1)  # the server's end closes first, so that this one keeps its port no longer
+                    client.recv(1)  # the server closes first, so the client's port does not stay in use
                     client.close()
 
             port = client.getsockname()[1]
@@ -376,7 +376,7 @@ class TestStarting:
         assert f"waiting for port {port}, which a closed connection still uses" in capsys.readouterr().out
 
     @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--pd-comm-port"])
-    def test_a_port_that_another_instance_took_while_the_model_was_loaded_is_told_with_its_flag(
+    def test_the_error_names_the_flag_of_a_port_that_another_instance_takes_while_the_model_is_loaded(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path, flag: str
     ) -> None:
         with socket.socket() as other:
@@ -384,10 +384,10 @@ class TestStarting:
             other.bind(("127.0.0.1", 0))
             monkeypatch.setattr("engine.serving.instance.Instance", lambda *_: other.listen())
             port = other.getsockname()[1]
-            said = self.sentence(capsys, "--model", str(word_model), flag, str(port))
-        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in said
+            error = self.get_error(capsys, "--model", str(word_model), flag, str(port))
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another {flag}" in error
 
-    def test_being_interrupted_while_the_model_is_loaded_is_no_fault(
+    def test_an_interrupt_while_the_model_is_loaded_prints_no_error(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word_model: Path
     ) -> None:
         def interrupt(*_: object) -> None:
@@ -397,18 +397,16 @@ class TestStarting:
         assert main(["--host", "127.0.0.1", "--port", str(free_port()), "--model", str(word_model)]) == 130
         assert capsys.readouterr() == ("", "")
 
-    def test_being_asked_to_stop_before_it_serves_is_not_forgotten(
-        self, monkeypatch: pytest.MonkeyPatch, word_model: Path
-    ) -> None:
+    def test_a_sigterm_before_the_server_runs_stops_it(self, monkeypatch: pytest.MonkeyPatch, word_model: Path) -> None:
         class Server(uvicorn.Server):
             def __init__(self, _: object) -> None:
                 super().__init__(uvicorn.Config(FastAPI()))
 
             def run(self, sockets: list[socket.socket] | None = None) -> None:
                 signal.raise_signal(signal.SIGTERM)
-                asked.append(self.should_exit)
+                should_exit.append(self.should_exit)
 
-        asked: list[bool] = []
+        should_exit: list[bool] = []
         monkeypatch.setattr("engine.serving.instance.Instance", lambda *_: None)
         monkeypatch.setattr("engine.serving.server.InstanceServer", Server)
         before = signal.getsignal(signal.SIGTERM)
@@ -416,7 +414,7 @@ class TestStarting:
             main(["--host", "127.0.0.1", "--port", str(free_port()), "--model", str(word_model)])
         finally:
             signal.signal(signal.SIGTERM, before)
-        assert asked == [True]
+        assert should_exit == [True]
 
     @pytest.mark.parametrize(
         ("flags", "sentence"),
@@ -432,7 +430,7 @@ class TestStarting:
         ],
         ids=["host", "no folder", "no checkpoint", "no tokenizer", "too few blocks"],
     )
-    def test_what_keeps_an_instance_from_starting_is_told(
+    def test_the_error_says_why_an_instance_cannot_start(
         self,
         capsys: pytest.CaptureFixture[str],
         tmp_path: Path,
@@ -442,29 +440,31 @@ class TestStarting:
         sentence: str,
     ) -> None:
         (tmp_path / "empty").mkdir()
-        named = {"EMPTY": str(tmp_path / "empty"), "TINY": str(tiny_checkpoint)}
-        assert sentence in self.sentence(capsys, "--model", str(word_model), *(named.get(word, word) for word in flags))
+        folders = {"EMPTY": str(tmp_path / "empty"), "TINY": str(tiny_checkpoint)}
+        assert sentence in self.get_error(
+            capsys, "--model", str(word_model), *(folders.get(flag, flag) for flag in flags)
+        )
 
-    def test_a_hubs_name_stands_for_the_folder_it_was_downloaded_to(
+    def test_a_model_name_from_a_hub_selects_the_downloaded_folder(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FD_MODEL_CACHE", str(tmp_path))
         (tmp_path / "Some" / "Model").mkdir(parents=True)
         (tmp_path / "Some" / "Model" / "config.json").write_text("{}")
-        said = self.sentence(capsys, "--model", "Some/Model")
-        assert f"--model '{tmp_path}/Some/Model' is not a checkpoint" in said
+        error = self.get_error(capsys, "--model", "Some/Model")
+        assert f"--model '{tmp_path}/Some/Model' is not a checkpoint" in error
 
-    def test_a_checkpoint_whose_weights_are_missing_is_told(
+    def test_the_error_says_that_a_checkpoint_has_no_weights(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_checkpoint: Path
     ) -> None:
         (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
-        said = self.sentence(capsys, "--model", str(tmp_path), "--max-model-len", "64")
-        assert f"model folder '{tmp_path}' has no weights (" in said
+        error = self.get_error(capsys, "--model", str(tmp_path), "--max-model-len", "64")
+        assert f"model folder '{tmp_path}' has no weights (" in error
 
     @pytest.mark.parametrize(
         ("flag", "status"), [("--help", 0), ("--pord=1", 2), ("--model=/no/such/folder", 2)], ids=str
     )
-    def test_what_only_the_command_line_needs_does_not_wait_for_torch(self, flag: str, status: int) -> None:
+    def test_runs_that_need_only_the_command_line_do_not_import_torch(self, flag: str, status: int) -> None:
         lines = (
             "import sys, engine.api_server as program",
             "program.logs.set_up = lambda *_: None",
@@ -476,7 +476,7 @@ class TestStarting:
         ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
         assert ended.stdout.endswith(f"{status} []\n")
 
-    def test_the_process_exits_with_2_and_one_sentence(self, instance: Served, tmp_path: Path) -> None:
+    def test_a_failed_start_exits_with_2_and_one_sentence(self, instance: Served, tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "engine.api_server", "--model", "m", "--host", "127.0.0.1"]
         argv += ["--port", str(instance.port)]
         with child(argv, tmp_path / "output", {"FD_LOG_DIR": str(tmp_path)}, is_forked=True) as second:
@@ -490,9 +490,9 @@ class TestStarting:
 @pytest.mark.parametrize(
     ("max_tokens", "reason"),
     [(None, None), (8, "length"), (3900, "abort")],
-    ids=["idle", "answering", "busy for long"],
+    ids=["idle", "short response", "long response"],
 )
-def test_sigterm_lets_answers_end_or_ends_them_and_then_the_process_with_0(
+def test_sigterm_waits_for_responses_or_aborts_them_and_the_process_exits_with_0(
     word_model: Path, tmp_path: Path, max_tokens: int | None, reason: str | None
 ) -> None:
     with serving(word_model, tmp_path) as served:

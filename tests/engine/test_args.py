@@ -1,4 +1,4 @@
-"""The command line: FastDeploy's own lines work, and whatever cannot be used is told in one sentence."""
+"""The command line: FastDeploy's examples work, and an error is one sentence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse(line: str, environ: dict[str, str] | None = None) -> EngineArgs:
         "--port 8100 --splitwise-role prefill --router 0.0.0.0:9000",
     ],
 )
-def test_fastdeploys_own_command_lines_are_understood(line: str) -> None:
+def test_command_lines_of_fastdeploys_examples_are_accepted(line: str) -> None:
     parse(f"--model PaddlePaddle/ERNIE-4.5-0.3B-Paddle {line}")
 
 
@@ -59,14 +59,14 @@ def test_memory_for_hand_overs_is_a_size() -> None:
         parse("--model m --handover-memory much")
 
 
-def test_log_folder_and_debug_come_from_the_environment() -> None:
+def test_the_environment_sets_the_log_folder_and_debug() -> None:
     args = parse("--model m", {"FD_LOG_DIR": "/tmp/logs", "FD_DEBUG": "1"})
     assert (args.log_dir, args.log_level) == (Path("/tmp/logs"), "debug")
     assert parse("--model m --log-level warn", {"FD_DEBUG": "1"}).log_level == "warn"
 
 
 @pytest.mark.parametrize(
-    ("line", "named", "remedy"),
+    ("line", "problem", "remedy"),
     [
         ("--splitwise-role prefil", "--splitwise-role: invalid choice: 'prefil'", "mixed"),
         ("--kvcache-storage-backend redis", "--kvcache-storage-backend: 'redis' is neither one of", "mooncake"),
@@ -98,16 +98,18 @@ def test_log_folder_and_debug_come_from_the_environment() -> None:
         ("--max-modle-len 5", "'--max-modle-len' is not a flag", "did you mean --max-model-len?"),
         ("--kvcache-storage-backends=file", "'--kvcache-storage-backends'", "did you mean --kvcache-storage-backend?"),
         ("--quantization wint4", "--quantization: this engine uses the checkpoint's weights", "leave the flag out"),
-        ("--log-dir x", "'--log-dir' is not a flag", "see --help"),  # FD_LOG_DIR says it
+        ("--log-dir x", "'--log-dir' is not a flag", "see --help"),  # FastDeploy uses FD_LOG_DIR
         ("stray", "'stray' is not a flag", "see --help"),
         ("--port", "--port: expected one argument", "see --help"),
     ],
 )
-def test_a_bad_flag_is_told_in_one_sentence_that_names_it_and_the_remedy(line: str, named: str, remedy: str) -> None:
+def test_the_error_for_a_bad_flag_is_one_sentence_with_the_flag_and_a_remedy(
+    line: str, problem: str, remedy: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(f"--model m {line}")
     message = str(caught.value)
-    assert named in message
+    assert problem in message
     assert remedy in message
     assert "\n" not in message
 
@@ -117,18 +119,18 @@ def test_a_model_is_required() -> None:
         parse("--port 8000")
 
 
-def test_a_debug_switch_that_is_neither_on_nor_off_is_refused() -> None:
+def test_an_invalid_debug_switch_is_refused() -> None:
     with pytest.raises(ConfigError, match="FD_DEBUG='yes': set it to 1 for debug logs, or to 0 for none"):
         parse("--model m", {"FD_DEBUG": "yes"})
 
 
-def test_sparse_attention_is_off_unless_asked_for() -> None:
+def test_sparse_attention_is_off_by_default() -> None:
     assert parse("--model m").retrieval is None
     assert parse("--model m", {"VLLM_PLUGINS": "ascend,not_retrieval"}).retrieval is None
 
 
 @pytest.mark.parametrize("plugins", ["retrieval", "ascend_enhanced_model,ascend,retrieval", " retrieval , other"])
-def test_the_plugin_of_sparse_attention_turns_it_on_as_the_flag_does(plugins: str) -> None:
+def test_the_plugin_of_sparse_attention_enables_it_like_the_flag(plugins: str) -> None:
     environ = {"VLLM_PLUGINS": plugins, "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "512"}
     line = "--model m --max-model-len 65536"
     config = parse(f"{line} --retrieval-stride 2", environ).retrieval
@@ -136,13 +138,15 @@ def test_the_plugin_of_sparse_attention_turns_it_on_as_the_flag_does(plugins: st
     assert config == parse(f"{line} --retrieval-stride 2 --enable-retrieval", {**environ, "VLLM_PLUGINS": ""}).retrieval
 
 
-def test_the_flag_that_turns_sparse_attention_off_goes_before_its_plugin() -> None:
+def test_the_flag_that_disables_sparse_attention_takes_precedence_over_its_plugin() -> None:
     assert (
         parse("--model m --max-model-len 65536 --no-enable-retrieval", {"VLLM_PLUGINS": "retrieval"}).retrieval is None
     )
 
 
-def test_sizes_of_sparse_attention_that_is_off_are_said_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_names_the_variables_without_effect_while_sparse_attention_is_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     parse("--model m", {"VLLM_RETRIEVAL_TOPK_PERCENT": "0.5", "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "many"})
     assert caplog.messages == [
         "Sparse attention is off, so these environment variables have no effect: VLLM_RETRIEVAL_INIT_TOKENS_NUM, "
@@ -150,7 +154,7 @@ def test_sizes_of_sparse_attention_that_is_off_are_said_in_one_sentence(caplog: 
     ]
 
 
-def test_sizes_of_sparse_attention_that_is_on_are_not_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_names_variables_while_sparse_attention_is_on(caplog: pytest.LogCaptureFixture) -> None:
     parse("--model m --max-model-len 65536", {"VLLM_PLUGINS": "retrieval", "VLLM_RETRIEVAL_TOPK_PERCENT": "0.5"})
     assert not caplog.messages
 
@@ -160,7 +164,7 @@ def test_sparse_attention_has_the_methods_defaults() -> None:
     assert config == RetrievalConfig(128, 1024, 7192, 0.2, 32768, 65536, "min_max", 1, 0)
 
 
-def test_flags_of_sparse_attention_go_before_its_variables() -> None:
+def test_flags_of_sparse_attention_take_precedence_over_its_variables() -> None:
     environ = {
         "VLLM_RETRIEVAL_INIT_TOKENS_NUM": "512",
         "VLLM_RETRIEVAL_LOCAL_TOKENS_NUM": "4K",
@@ -199,16 +203,14 @@ def test_flags_of_sparse_attention_go_before_its_variables() -> None:
         ("--enable-retreival", {}, "did you mean --enable-retrieval?"),
     ],
 )
-def test_sparse_attention_that_cannot_be_is_refused_in_one_sentence(
-    line: str, environ: dict[str, str], sentence: str
-) -> None:
+def test_invalid_settings_of_sparse_attention_are_refused(line: str, environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(f"--model m {line}", environ)
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize(("program", "begins"), [("-m", "engine: the engine needs torch"), ("app.py", "Traceback")])
-def test_without_the_engines_packages_it_says_what_to_install(program: str, begins: str) -> None:
+def test_the_error_for_missing_packages_names_the_packages_to_install(program: str, begins: str) -> None:
     code = f"""
 import importlib.util, sys
 find_spec = importlib.util.find_spec
@@ -222,12 +224,12 @@ import engine
     assert "the engine needs torch; run pip install '/path/to/this/repository[engine]'" in ended.stderr
 
 
-def test_what_is_no_flag_is_said_before_what_is_missing() -> None:
+def test_an_unknown_flag_is_reported_before_a_missing_one() -> None:
     with pytest.raises(ConfigError, match="did you mean --model"):
         parse("--modl m")
 
 
-def test_the_routers_token_is_named_by_the_flag_else_by_the_environment() -> None:
+def test_the_flag_names_the_file_of_the_routers_token_and_else_the_environment_does() -> None:
     environ = {"FD_ROUTER_TOKEN_FILE": "/b"}
     assert parse("--model m --router r:1").router_token_file is None
     assert parse("--model m --router r:1 --router-token-file /a", environ).router_token_file == Path("/a")

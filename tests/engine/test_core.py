@@ -1,4 +1,4 @@
-"""How requests end: by themselves, aborted, with the instance, or by an error that is only theirs."""
+"""How requests end: normally, by an abort, by a stop of the instance, or by an error of only this request."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def answer(tiny_checkpoint: Path) -> list[int]:
-    """The twelve tokens that follow the prompt."""
+    """The twelve tokens that the model generates after the prompt."""
     with Engine(tiny_checkpoint) as running:
         return running.answer(PROMPT, 12).wait()
 
 
 @pytest.fixture
 def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The engine computes nothing until this is set; aborts and arrivals meanwhile are taken in before a step."""
+    """The engine's steps wait until this event is set. It handles earlier aborts and requests before its next step."""
     go = threading.Event()
     run = engine.runner.run
 
@@ -53,18 +53,18 @@ def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
     go.set()
 
 
-def test_max_tokens_ends_an_answer_with_length(engine: Engine, answer: list[int]) -> None:
+def test_max_tokens_ends_a_response_with_length(engine: Engine, answer: list[int]) -> None:
     asked = engine.answer(PROMPT, 5)
     assert (asked.wait(), asked.finish_reason) == (answer[:5], "length")
 
 
-def test_an_end_token_ends_an_answer_with_stop(engine: Engine, answer: list[int]) -> None:
+def test_an_end_token_ends_a_response_with_stop(engine: Engine, answer: list[int]) -> None:
     engine.runner.eos_token_ids = frozenset({answer[4]})
     asked = engine.answer(PROMPT, 12)
     assert (asked.wait(), asked.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
 
 
-def test_an_end_token_may_be_ignored(engine: Engine, answer: list[int]) -> None:
+def test_a_request_can_ignore_end_tokens(engine: Engine, answer: list[int]) -> None:
     engine.runner.eos_token_ids = frozenset({answer[4]})
     assert engine.answer(PROMPT, 12, ignore_eos=True).wait() == answer
 
@@ -75,14 +75,16 @@ def test_an_end_token_is_not_chosen_before_min_tokens(engine: Engine, answer: li
     assert len(engine.answer(PROMPT, 12, min_tokens=4).wait()) >= 4
 
 
-def test_a_requests_own_stop_token_ends_its_answer(engine: Engine, answer: list[int]) -> None:
+def test_a_stop_token_of_the_request_ends_its_response(engine: Engine, answer: list[int]) -> None:
     asked = engine.answer(PROMPT, 12, stop_token_ids=frozenset({answer[4]}), ignore_eos=True)
     assert (asked.wait(), asked.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
 
 
-def test_an_abort_ends_a_running_a_waiting_and_no_ended_sequence(engine: Engine, held: threading.Event) -> None:
+def test_an_abort_ends_running_and_waiting_sequences_but_changes_no_finished_one(
+    engine: Engine, held: threading.Event
+) -> None:
     running, neighbour, waiting = (engine.begin(PROMPT, 12) for _ in range(3))
-    for asked in (running, waiting, running):  # the second abort of the same one is nothing
+    for asked in (running, waiting, running):  # the second abort of a sequence has no effect
         engine.core.abort_sequence(asked.sequence)
     held.set()
     for asked in (running, waiting):
@@ -97,7 +99,7 @@ def test_an_abort_ends_a_running_a_waiting_and_no_ended_sequence(engine: Engine,
     assert engine.metric("kvstore_requests_finished_total", reason="abort") == 2
 
 
-def test_a_step_that_fails_ends_those_in_it_and_nobody_else(
+def test_a_step_that_fails_ends_only_its_own_sequences(
     engine: Engine, answer: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, fail = engine.runner.run, threading.Event()
@@ -120,10 +122,10 @@ def test_a_step_that_fails_ends_those_in_it_and_nobody_else(
     engine.wait_until_idle()
 
 
-def test_after_an_error_of_the_device_that_stays_every_request_ends_with_an_error(
+def test_all_requests_fail_after_a_permanent_device_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waiting_is_there, is_lost = threading.Event(), threading.Event()
+    has_waiting_request, is_lost = threading.Event(), threading.Event()
     run = engine.runner.run
 
     def fail(*_: Any) -> Any:
@@ -131,7 +133,7 @@ def test_after_an_error_of_the_device_that_stays_every_request_ends_with_an_erro
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def fail_late(chunks: Any) -> Any:
-        return fail() if waiting_is_there.is_set() else run(chunks)
+        return fail() if has_waiting_request.is_set() else run(chunks)
 
     def wait_for_device() -> None:
         if is_lost.is_set():
@@ -139,9 +141,9 @@ def test_after_an_error_of_the_device_that_stays_every_request_ends_with_an_erro
 
     monkeypatch.setattr(engine.runner, "run", fail_late)
     monkeypatch.setattr(engine.runner, "wait_for_device", wait_for_device)
-    asked = [engine.begin(PROMPT, 900) for _ in range(3)]  # one more than run at once
+    asked = [engine.begin(PROMPT, 900) for _ in range(3)]  # one more than can run at the same time
     asked[0].next()
-    waiting_is_there.set()
+    has_waiting_request.set()
     for one in asked:
         one.wait()
         assert one.finish_reason == "error"
@@ -155,7 +157,7 @@ def test_after_an_error_of_the_device_that_stays_every_request_ends_with_an_erro
     engine.wait_until_idle()
 
 
-def test_after_an_error_of_the_device_that_passes_others_are_answered(
+def test_later_requests_succeed_after_a_temporary_device_error(
     engine: Engine, answer: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = engine.runner.run
@@ -170,7 +172,7 @@ def test_after_an_error_of_the_device_that_passes_others_are_answered(
     assert engine.answer(PROMPT, 12).wait() == answer
 
 
-def test_a_sequence_whose_choice_fails_ends_with_an_error_and_nobody_else_does(
+def test_a_sequence_with_failed_sampling_ends_with_an_error_and_no_other_sequence_does(
     engine: Engine, answer: list[int]
 ) -> None:
     good = engine.begin(PROMPT, 12)
@@ -182,9 +184,9 @@ def test_a_sequence_whose_choice_fails_ends_with_an_error_and_nobody_else_does(
     engine.wait_until_idle()
 
 
-def test_mail_that_fails_ends_nobody(engine: Engine, answer: list[int]) -> None:
+def test_a_message_to_the_engine_that_fails_ends_no_sequence(engine: Engine, answer: list[int]) -> None:
     def fail(_: object) -> None:
-        raise RuntimeError("nobody is there")
+        raise RuntimeError("no receiver")
 
     running = engine.begin(PROMPT, 12)
     running.next()
@@ -193,7 +195,7 @@ def test_mail_that_fails_ends_nobody(engine: Engine, answer: list[int]) -> None:
     assert [asked.wait() for asked in (running, *waiting)] == [answer] * 4
 
 
-def test_a_hand_over_that_fails_ends_its_own_sequence_only_and_gives_its_blocks_back(
+def test_a_hand_over_that_fails_ends_only_its_own_sequence_and_releases_its_blocks(
     engine: Engine, answer: list[int]
 ) -> None:
     running = engine.begin(PROMPT, 12)
@@ -202,20 +204,20 @@ def test_a_hand_over_that_fails_ends_its_own_sequence_only_and_gives_its_blocks_
     engine.core.reserve_blocks([], 1, reserved.put)
     too_short = reserved.get(timeout=30)
     assert too_short
-    handed = Answering(Sequence(Request("handed", tuple(PROMPT), SamplingParams(12)), engine.block_size))
-    engine.core.submit(handed.sequence, handed.listener, Prefilled(too_short, 1, None))
-    assert (handed.wait(), handed.finish_reason) == ([], "error")
+    pending = Answering(Sequence(Request("handed", tuple(PROMPT), SamplingParams(12)), engine.block_size))
+    engine.core.submit(pending.sequence, pending.listener, Prefilled(too_short, 1, None))
+    assert (pending.wait(), pending.finish_reason) == ([], "error")
     assert running.wait() == answer
     engine.wait_until_idle()
 
 
-def test_a_sequence_that_can_never_run_to_its_end_is_refused(engine: Engine) -> None:
+def test_a_sequence_that_does_not_fit_in_kv_memory_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"1025 tokens do not fit in KV memory, which has space for 1024"):
         engine.begin([1] * 25, 1000)
     assert engine.answer([1] * 24, 1).finish_reason == "length"
 
 
-def test_stopping_ends_what_runs_and_what_waits(tiny_checkpoint: Path) -> None:
+def test_a_stop_ends_running_and_waiting_sequences(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, max_num_seqs=1) as engine:
         asked = [engine.begin(PROMPT, 900) for _ in range(3)]
         asked[0].next()
@@ -225,7 +227,7 @@ def test_stopping_ends_what_runs_and_what_waits(tiny_checkpoint: Path) -> None:
     assert not engine.core.is_alive
 
 
-def test_metrics_count_what_was_done(engine: Engine) -> None:
+def test_metrics_count_tokens_and_requests(engine: Engine) -> None:
     engine.answer(PROMPT, 5)
     engine.answer(PROMPT, 5)
     assert engine.metric("fastdeploy:prompt_tokens_total") == 80
@@ -238,7 +240,7 @@ def test_metrics_count_what_was_done(engine: Engine) -> None:
     assert engine.metric("fastdeploy:available_gpu_block_num") == 64
 
 
-def test_logprobs_come_with_the_tokens_they_are_of(engine: Engine, answer: list[int]) -> None:
+def test_each_token_comes_with_its_own_logprobs(engine: Engine, answer: list[int]) -> None:
     asked = engine.begin(PROMPT, 3, logprobs=2)
     for token in answer[:3]:
         output = asked.next()
@@ -248,13 +250,13 @@ def test_logprobs_come_with_the_tokens_they_are_of(engine: Engine, answer: list[
 
 @pytest.fixture(autouse=True)
 def only_expected_errors(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A test that is not about a failing step must log no error."""
+    """A test without ``fails`` in its name must log no error."""
     yield
     if "fails" not in request.node.name:
         assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_a_cleared_prefix_cache_is_filled_again_while_running_sequences_go_on(
+def test_a_cleared_prefix_cache_fills_again_while_sequences_run(
     engine: Engine, held: threading.Event, answer: list[int]
 ) -> None:
     held.set()
@@ -271,7 +273,7 @@ def test_a_cleared_prefix_cache_is_filled_again_while_running_sequences_go_on(
     engine.wait_until_idle()
 
 
-def test_a_stop_that_takes_long_tells_what_it_waits_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_stop_reports_the_cause_of_its_wait(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FaultyStore(MemoryStore(64 << 20))
     store.hang_saves()
     with Engine(tiny_checkpoint, store=store) as engine:
@@ -294,16 +296,16 @@ def test_a_stop_that_takes_long_tells_what_it_waits_for(tiny_checkpoint: Path, m
         stopping.join()
 
 
-def test_blocks_of_a_prompt_whose_kv_is_no_number_are_shared_with_nobody(
+def test_blocks_of_a_prompt_with_nan_in_its_kv_are_not_shared(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk in the middle of the prompt fails for a moment; its blocks are published before the logits show it."""
+    """One chunk in the middle of the prompt has NaN. Its blocks are saved before the logits show it."""
     store = MemoryStore(64 << 20)
     with Engine(tiny_checkpoint, store=store, budget=16) as engine:
         expected = engine.answer(PROMPT, 4, salt="other").wait()
         run, num_steps = engine.runner.run, 0
 
-        def run_and_spoil(chunks: Any) -> Any:
+        def run_and_corrupt(chunks: Any) -> Any:
             nonlocal num_steps
             num_steps += 1
             choices = run(chunks)
@@ -311,7 +313,7 @@ def test_blocks_of_a_prompt_whose_kv_is_no_number_are_shared_with_nobody(
                 engine.runner.kv[chunks[0].sequence.block_table[1], 0] = float("nan")
             return choices
 
-        monkeypatch.setattr(engine.runner, "run", run_and_spoil)
+        monkeypatch.setattr(engine.runner, "run", run_and_corrupt)
         failed = engine.answer(PROMPT, 4)
         assert (failed.wait(), failed.finish_reason) == ([], "error")
         pool = BlockPool(store, engine.runner.namespace)
@@ -324,17 +326,17 @@ def test_blocks_of_a_prompt_whose_kv_is_no_number_are_shared_with_nobody(
 
 
 @pytest.mark.parametrize("evicted", [False, True], ids=["cached", "evicted"])
-def test_broken_blocks_that_a_window_has_passed_are_shared_with_nobody(
+def test_broken_blocks_before_a_sliding_window_are_not_shared(
     evicted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the logits show the failure, the first broken blocks are behind the window, and perhaps only in the pool."""
+    """When the logits show NaN, the first broken blocks are before the window, and may be only in the pool."""
     checkpoint = write_checkpoint(GROUPED["mistral"](), tmp_path)
     prompt, store = list(range(1, 151)), MemoryStore(64 << 20)
     with Engine(checkpoint, store=store, budget=16) as engine:
         expected = engine.answer(prompt, 4, salt="other").wait()
         run, num_steps = engine.runner.run, 0
 
-        def run_and_spoil(chunks: Any) -> Any:
+        def run_and_corrupt(chunks: Any) -> Any:
             nonlocal num_steps
             num_steps += 1
             choices = run(chunks)
@@ -345,7 +347,7 @@ def test_broken_blocks_that_a_window_has_passed_are_shared_with_nobody(
                 blocks.release_blocks(blocks.allocate_blocks(blocks.num_available))
             return choices
 
-        monkeypatch.setattr(engine.runner, "run", run_and_spoil)
+        monkeypatch.setattr(engine.runner, "run", run_and_corrupt)
         failed = engine.answer(prompt, 4)
         assert (failed.wait(), failed.finish_reason) == ([], "error")
         pool = BlockPool(store, engine.runner.namespace)
@@ -364,13 +366,13 @@ def test_the_memory_of_broken_blocks_does_not_break_later_sequences(
         expected = [engine.answer(prompt, 4, salt="before").wait() for prompt in prompts]
         run = engine.runner.run
 
-        def run_and_spoil(chunks: Any) -> Any:
+        def run_and_corrupt(chunks: Any) -> Any:
             choices = run(chunks)
             engine.runner.kv[chunks[0].sequence.block_table[0]] = float("nan")
             monkeypatch.setattr(engine.runner, "run", run)
             return choices
 
-        monkeypatch.setattr(engine.runner, "run", run_and_spoil)
+        monkeypatch.setattr(engine.runner, "run", run_and_corrupt)
         assert engine.answer(list(range(100, 240)), 4).wait() == []
         both = [engine.begin(prompt, 4, salt="after") for prompt in prompts]
         assert [asked.wait() for asked in both] == expected

@@ -1,4 +1,4 @@
-"""Direct hand-over between two engines over a real TransferEngine: right answers, and every block free afterwards."""
+"""Direct hand-over between two engines over a real TransferEngine: tokens are right, and all blocks become free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.scheduling.request import Sequence as EngineSequence
 from kvstore_backend import Span
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.event_loop import eventually, in_event_loop
-from tests.engine.pair import HOST, PROMPT, Pair, all_of, pair_of, tokens_of
+from tests.engine.pair import HOST, PROMPT, Pair, collect_pieces, pair_of, tokens_of
 from tests.engine.running import Engine
 from tests.support.device import TEST_DEVICE
 from tests.support.ports import free_port
@@ -30,7 +30,7 @@ SHORT = 0.3
 
 @pytest.fixture(scope="module")
 def mixed(tiny_checkpoint: Path) -> Iterator[Engine]:
-    """An instance by itself, whose answers are the right ones."""
+    """A mixed instance, which generates the expected tokens."""
     with Engine(tiny_checkpoint) as engine:
         yield engine
 
@@ -41,34 +41,34 @@ def expected(mixed: Engine) -> list[int]:
 
 
 class ScriptedPrefill:
-    """A P that says what it likes."""
+    """A simulated prefill instance. The test chooses its messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    def say(self, kind: str, **members: object) -> None:
+    def send(self, kind: str, **members: object) -> None:
         self._writer.write(json.dumps({"type": kind, **members}).encode() + b"\n")
 
-    async def hear(self) -> dict[str, Any]:
-        heard: dict[str, Any] = json.loads(await self._reader.readline())
-        return heard
+    async def receive(self) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(await self._reader.readline())
+        return message
 
 
 @contextlib.asynccontextmanager
 async def scripted_prefill(pair: Pair, **changes: object) -> AsyncIterator[ScriptedPrefill]:
-    """It has begun with a request named r, but for ``changes`` as it should."""
+    """Yield a simulated prefill instance that has begun request "r". ``changes`` are fields of its first message."""
     reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port, limit=1 << 20)
     prefill = ScriptedPrefill(reader, writer)
     described = Prompt.of_sequence(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).to_message()
-    prefill.say("begin", **{"request_id": "r", **described, **pair.decode.memory.terms, **changes})
+    prefill.send("begin", **{"request_id": "r", **described, **pair.decode.memory.terms, **changes})
     try:
         yield prefill
     finally:
         writer.close()
 
 
-def digests_of_what_is_there(pair: Pair, reserved: dict[str, Any]) -> list[str]:
-    """They verify, although nothing was written."""
+def digest_reserved_blocks(pair: Pair, reserved: dict[str, Any]) -> list[str]:
+    """Return digests that match the current contents of the blocks, without a transfer."""
     nbytes = pair.decode.engine.runner.shape.nbytes
     return digest_values([(Span(address, nbytes),) for address in reserved["addresses"]])
 
@@ -79,7 +79,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-# --- when all is well -------------------------------------------------------------------------------------------
+# --- without faults -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ WAYS = pytest.mark.parametrize(
     ids=["greedy", "without a seed", "min_tokens"],
 )
 @in_event_loop
-async def test_decode_answers_without_computing_the_prompt(
+async def test_decode_does_not_compute_the_prompt(
     tiny_checkpoint: Path,
     word_tokenizer: Any,
     expected: list[int],
@@ -117,14 +117,14 @@ async def test_decode_answers_without_computing_the_prompt(
 
 @pytest.mark.parametrize("way", ["directly", "through the pool"])
 @in_event_loop
-async def test_a_hand_over_is_a_phase_of_both_instances_that_says_its_way(
+async def test_both_instances_trace_the_hand_over_and_its_way(
     tiny_checkpoint: Path, word_tokenizer: Any, way: str
 ) -> None:
     options: dict[str, Any] = {"store": MemoryStore(64 << 20)} if way == "through the pool" else {}
     async with pair_of(tiny_checkpoint, word_tokenizer, **options) as pair:
         pair.prefill.transfer.fails = way == "through the pool"
         generations = pair.start()
-        await asyncio.gather(*map(all_of, generations))
+        await asyncio.gather(*map(collect_pieces, generations))
         for generation in generations:
             (phase,) = generation._phases
             assert (phase.name, phase.attributes, phase.trouble) == ("hand-over", {"engine.handover": way}, "")
@@ -139,7 +139,7 @@ async def test_only_blocks_that_decode_lacks_are_written(
     async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged) as pair:
         for _ in range(2):
             assert tokens_of(await pair.answer()) == expected
-        # The second time all but the last, partly filled block are in decode's prefix cache.
+        # The second time, decode's prefix cache has all blocks except the last, partly filled one.
         assert pair.decode.bytes_handed_over == (7 + 1) * pair.decode.engine.runner.shape.nbytes
         assert tokens_of(await pair.answer(PROMPT[:96], 1)) == tokens_of(await pair.answer(PROMPT[:96], 1))
         assert pair.decode.bytes_handed_over == (7 + 1) * pair.decode.engine.runner.shape.nbytes
@@ -152,7 +152,7 @@ async def test_only_blocks_that_decode_lacks_are_written(
     ids=["seeded", "min_tokens", "logprobs"],
 )
 @in_event_loop
-async def test_sampling_goes_on_as_if_there_were_one_instance(
+async def test_a_pair_samples_the_same_tokens_as_one_instance(
     tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, params: dict[str, Any]
 ) -> None:
     alone = mixed.begin(PROMPT, 12, **params)
@@ -166,7 +166,7 @@ async def test_sampling_goes_on_as_if_there_were_one_instance(
 
 
 @in_event_loop
-async def test_no_request_gets_the_first_token_of_another_one_with_its_id(
+async def test_no_request_gets_the_first_token_of_another_request_with_the_same_id(
     tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, expected: list[int]
 ) -> None:
     drawn: dict[str, Any] = {"temperature": 2.0, "seed": 3, "logprobs": 2}
@@ -174,14 +174,14 @@ async def test_no_request_gets_the_first_token_of_another_one_with_its_id(
     assert alone[0] != expected[0]
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         (prefill, _), (_, decode) = pair.start(), pair.start(**drawn)
-        _, pieces = await asyncio.gather(all_of(prefill), all_of(decode))
+        _, pieces = await asyncio.gather(collect_pieces(prefill), collect_pieces(decode))
         assert tokens_of(pieces) == alone
         assert all(piece.logprobs for piece in pieces)
         assert pair.decode.handed_over("direct") == 1
 
 
 @in_event_loop
-async def test_decode_samples_the_first_token_if_prefill_is_of_a_version_that_does_not_say_how_it_samples(
+async def test_decode_samples_the_first_token_if_prefill_does_not_report_its_sampling(
     tiny_checkpoint: Path,
     word_tokenizer: Any,
     mixed: Engine,
@@ -199,17 +199,17 @@ async def test_decode_samples_the_first_token_if_prefill_is_of_a_version_that_do
 
 
 @in_event_loop
-async def test_the_answers_usage_tells_what_prefill_found_cached(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+async def test_usage_contains_the_cached_tokens_of_prefill(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         for own in (0, 96):
             prefill, decode = pair.start()
-            await asyncio.gather(all_of(prefill), all_of(decode))
+            await asyncio.gather(collect_pieces(prefill), collect_pieces(decode))
             assert decode.usage()["prompt_tokens_details"]["own_cached_tokens"] == own
 
 
 @WAYS
 @in_event_loop
-async def test_more_prompts_than_may_run_at_once_all_get_their_answers(
+async def test_more_prompts_than_can_run_at_once_all_get_responses(
     tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, staged: bool
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged, num_blocks=12, max_num_seqs=2) as pair:
@@ -219,18 +219,18 @@ async def test_more_prompts_than_may_run_at_once_all_get_their_answers(
         assert pair.decode.handed_over("direct") > 0
 
 
-# --- when something is amiss ------------------------------------------------------------------------------------
+# --- with faults -----------------------------------------------------------------------------------------------
 
 
 @WAYS
-@pytest.mark.parametrize("trouble", ["fails", "spoils"])
+@pytest.mark.parametrize("fault", ["fails", "corrupts"])
 @pytest.mark.parametrize("way", ["pool", "computed"])
 @in_event_loop
-async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
+async def test_a_prompt_with_a_failed_transfer_comes_from_the_pool_or_is_computed(
     tiny_checkpoint: Path,
     word_tokenizer: Any,
     expected: list[int],
-    trouble: str,
+    fault: str,
     way: str,
     monkeypatch: pytest.MonkeyPatch,
     staged: bool,
@@ -238,10 +238,10 @@ async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
     monkeypatch.setattr("engine.disaggregation.decode.LATE_SECONDS", 0.2)
     options: dict[str, Any] = {"store": MemoryStore(64 << 20)} if way == "pool" else {}
     async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged, **options) as pair:
-        if trouble == "fails":
+        if fault == "fails":
             pair.prefill.transfer.fails = True
         else:
-            pair.prefill.transfer.spoils = True
+            pair.prefill.transfer.corrupts = True
         failed_before = pair.prefill.engine.metric("fastdeploy:send_cache_failed_num_total")
         assert tokens_of(await pair.answer()) == expected
         assert pair.decode.handed_over(way) == 1
@@ -250,43 +250,43 @@ async def test_what_does_not_arrive_whole_goes_the_pools_way_or_is_computed(
 
 
 @in_event_loop
-async def test_a_decode_instance_without_room_refuses_and_queues_the_request(
+async def test_a_decode_instance_without_free_blocks_queues_the_request(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], mixed: Engine
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer, num_blocks=8) as pair:
-        holding = asyncio.create_task(pair.answer([7] * 40, 60, name="first"))
-        await eventually(lambda: pair.decode.handed_over("direct"), "the first to run")
+        first = asyncio.create_task(pair.answer([7] * 40, 60, name="first"))
+        await eventually(lambda: pair.decode.handed_over("direct"), "the first request to run")
         assert tokens_of(await pair.answer()) == expected
         assert pair.decode.handed_over("computed") == 1
-        assert tokens_of(await holding) == mixed.answer([7] * 40, 60).wait()
+        assert tokens_of(await first) == mixed.answer([7] * 40, 60).wait()
 
 
 @in_event_loop
-async def test_a_closed_connector_port_leaves_prefill_its_blocks(
+async def test_prefill_responds_if_decodes_connector_port_is_closed(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=free_port())
         request = Request("r", PROMPT, SamplingParams(12, temperature=0.0))
-        assert tokens_of(await all_of(pair.prefill.generations.begin(request, info))) == expected[:1]
+        assert tokens_of(await collect_pieces(pair.prefill.generations.begin(request, info))) == expected[:1]
 
 
 @WAYS
-@pytest.mark.parametrize("leaving", ["abort", "client"])
+@pytest.mark.parametrize("end", ["abort", "client"])
 @in_event_loop
-async def test_when_decodes_request_ends_prefill_stops_writing_and_both_are_free(
-    tiny_checkpoint: Path, word_tokenizer: Any, leaving: str, staged: bool
+async def test_blocks_are_released_if_decodes_request_ends_during_a_transfer(
+    tiny_checkpoint: Path, word_tokenizer: Any, end: str, staged: bool
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer, staged=staged) as pair:
         pair.prefill.transfer.hang()
-        prefill, decode = (asyncio.create_task(all_of(leg)) for leg in pair.start())
+        prefill, decode = (asyncio.create_task(collect_pieces(leg)) for leg in pair.start())
         await eventually(pair.prefill.transfer.hanging.is_set, "a write to begin")
-        if leaving == "abort":
+        if end == "abort":
             assert pair.decode.generations.abort_requests(["chatcmpl-r_0"]) == ["r"]
             assert [piece.finish_reason for piece in await decode] == ["abort"]
         else:
             decode.cancel()
-        # The write may still touch them: both sides keep their blocks.
+        # The write may still use them, so neither side releases its blocks.
         await asyncio.sleep(0)
         assert pair.decode.num_reserved == 7
         assert not pair.prefill.is_free
@@ -294,17 +294,20 @@ async def test_when_decodes_request_ends_prefill_stops_writing_and_both_are_free
         await prefill
 
 
-@pytest.mark.parametrize("leaving", ["abort", "client"])
+@pytest.mark.parametrize("end", ["abort", "client"])
 @in_event_loop
-async def test_when_prefills_request_ends_decode_computes_at_once(
-    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], leaving: str
+async def test_decode_computes_immediately_if_prefills_request_ends(
+    tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], end: str
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         pair.prefill.transfer.hang()
         prefill, decode = pair.start()
-        of_prefill, of_decode = asyncio.create_task(all_of(prefill)), asyncio.create_task(all_of(decode))
+        of_prefill, of_decode = (
+            asyncio.create_task(collect_pieces(prefill)),
+            asyncio.create_task(collect_pieces(decode)),
+        )
         await eventually(pair.prefill.transfer.hanging.is_set, "a write to begin")
-        if leaving == "abort":
+        if end == "abort":
             pair.prefill.generations.abort_requests(["r"])
         of_prefill.cancel()
         assert tokens_of(await of_decode) == expected
@@ -314,69 +317,69 @@ async def test_when_prefills_request_ends_decode_computes_at_once(
 
 
 @in_event_loop
-async def test_another_prompt_under_the_same_id_is_not_taken(
+async def test_decode_does_not_use_the_blocks_of_another_prompt_with_the_same_id(
     tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         prefill, _ = pair.start()
         _, decode = pair.start((*PROMPT[:-1], 200))
-        _, pieces = await asyncio.gather(all_of(prefill), all_of(decode))
+        _, pieces = await asyncio.gather(collect_pieces(prefill), collect_pieces(decode))
         assert tokens_of(pieces) == mixed.answer((*PROMPT[:-1], 200), 12).wait()
         assert pair.decode.handed_over("computed") == 1
 
 
 @in_event_loop
-async def test_two_requests_of_one_id_share_no_blocks(
+async def test_two_requests_with_the_same_id_share_no_blocks(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         (prefill, first), (_, second) = pair.start(), pair.start()
-        _, *answers = await asyncio.gather(all_of(prefill), all_of(first), all_of(second))
+        _, *answers = await asyncio.gather(collect_pieces(prefill), collect_pieces(first), collect_pieces(second))
         assert [tokens_of(answer) for answer in answers] == [expected, expected]
         assert pair.decode.handed_over("direct") <= 1
 
 
-# --- a prefill instance that does what it likes -----------------------------------------------------------------
+# --- a faulty prefill instance ---------------------------------------------------------------------------------
 
 
 @in_event_loop
-async def test_a_reservation_that_no_request_claims_expires(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+async def test_a_reservation_without_a_request_expires(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with (
         pair_of(tiny_checkpoint, word_tokenizer, expiry_seconds=SHORT) as pair,
         scripted_prefill(pair) as prefill,
     ):
-        assert len((await prefill.hear())["addresses"]) == 7
-        assert (await prefill.hear())["type"] == "given_up"
+        assert len((await prefill.receive())["addresses"]) == 7
+        assert (await prefill.receive())["type"] == "given_up"
         assert pair.decode.num_reserved == 7
-        prefill.say("stopped", clean=True)
+        prefill.send("stopped", clean=True)
         await pair.until_free()
 
 
 @in_event_loop
-async def test_given_up_blocks_are_kept_until_prefill_says_it_has_stopped(
+async def test_decode_keeps_blocks_after_a_failure_until_prefill_reports_that_it_stopped(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair, scripted_prefill(pair) as prefill:
-        assert (await prefill.hear())["type"] == "reserved"
-        prefill.say("failed", reason="no reason")
-        assert tokens_of(await all_of(pair.start()[1])) == expected
-        assert (await prefill.hear())["type"] == "given_up"
-        prefill.say("alive")
-        prefill.say("nonsense")
+        assert (await prefill.receive())["type"] == "reserved"
+        prefill.send("failed", reason="no reason")
+        assert tokens_of(await collect_pieces(pair.start()[1])) == expected
+        assert (await prefill.receive())["type"] == "given_up"
+        prefill.send("alive")
+        prefill.send("nonsense")
         assert pair.decode.num_reserved == 7
-        prefill.say("stopped", clean=True)
+        prefill.send("stopped", clean=True)
         await eventually(lambda: not pair.decode.num_reserved, "the blocks to be free")
 
 
 @needs_host_memory
 @in_event_loop
-async def test_blocks_of_a_prefill_that_is_gone_are_kept_until_late_bytes_are_in_and_then_cleared(
+async def test_decode_keeps_blocks_of_a_disconnected_prefill_until_late_writes_are_over_and_clears_them(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.disaggregation.decode.LATE_SECONDS", SHORT)
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         async with scripted_prefill(pair) as prefill:
-            reserved = await prefill.hear()
+            reserved = await prefill.receive()
             kv = pair.decode.engine.runner.kv
             kv.view(-1)[(reserved["addresses"][0] - kv.data_ptr()) // kv.element_size()] = float("nan")
         assert pair.decode.num_reserved == 7
@@ -407,26 +410,26 @@ async def test_blocks_of_a_prefill_that_is_gone_are_kept_until_late_bytes_are_in
     ids=str,
 )
 @in_event_loop
-async def test_a_prefill_that_lies_is_not_believed(
+async def test_decode_computes_the_prompt_if_prefills_result_is_invalid(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], ready: dict[str, Any]
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair, scripted_prefill(pair) as prefill:
         members: dict[str, Any] = {
             "token": 1,
             "logprobs": None,
-            "digests": digests_of_what_is_there(pair, await prefill.hear()),
+            "digests": digest_reserved_blocks(pair, await prefill.receive()),
             "own_cached_tokens": 0,
             "pool_cached_tokens": 0,
         }
-        prefill.say("ready", **members | ready)
-        prefill.say("failed", reason="no reason")
-        prefill.say("stopped", clean=True)
-        assert tokens_of(await all_of(pair.start()[1])) == expected
+        prefill.send("ready", **members | ready)
+        prefill.send("failed", reason="no reason")
+        prefill.send("stopped", clean=True)
+        assert tokens_of(await collect_pieces(pair.start()[1])) == expected
         assert pair.decode.handed_over("computed") == 1
 
 
 @in_event_loop
-async def test_a_prefill_that_hangs_holds_up_no_request_of_decodes_own(
+async def test_a_prefill_that_hangs_delays_no_other_request_of_decode(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int]
 ) -> None:
     request = Request("own", PROMPT, SamplingParams(12, temperature=0.0))
@@ -435,15 +438,15 @@ async def test_a_prefill_that_hangs_holds_up_no_request_of_decodes_own(
         scripted_prefill(pair, request_id="all", num_tokens=19 * BLOCK, hashes=[]) as wants_all,
         scripted_prefill(pair, request_id="much", num_tokens=12 * BLOCK, hashes=[]) as wants_much,
     ):
-        assert await wants_all.hear() == {"type": "refused", "reason": "not enough free blocks"}
-        assert (await wants_much.hear())["type"] == "reserved"
-        assert tokens_of(await all_of(pair.decode.generations.begin(request, None))) == expected
-        wants_much.say("failed", reason="no reason")
-        wants_much.say("stopped", clean=True)
+        assert await wants_all.receive() == {"type": "refused", "reason": "not enough free blocks"}
+        assert (await wants_much.receive())["type"] == "reserved"
+        assert tokens_of(await collect_pieces(pair.decode.generations.begin(request, None))) == expected
+        wants_much.send("failed", reason="no reason")
+        wants_much.send("stopped", clean=True)
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "change",
     [
         {"num_tokens": 1, "hashes": []},
         {"num_tokens": 50},
@@ -453,41 +456,41 @@ async def test_a_prefill_that_hangs_holds_up_no_request_of_decodes_own(
     ids=["one token", "fewer tokens", "no hashes", "other hashes"],
 )
 @in_event_loop
-async def test_a_prefill_that_misstates_the_prompt_is_not_believed_and_harms_nobody(
-    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, expected: list[int], lie: dict[str, Any]
+async def test_a_prefill_that_describes_another_prompt_affects_no_request(
+    tiny_checkpoint: Path, word_tokenizer: Any, mixed: Engine, expected: list[int], change: dict[str, Any]
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         decode = pair.decode
         request = Request("other", (1, 2, 3), SamplingParams(60, temperature=0.0))
-        bystander = asyncio.create_task(all_of(decode.generations.begin(request, None)))
-        await eventually(lambda: decode.engine.scheduler.running, "the bystander to run")
-        async with scripted_prefill(pair, **lie) as prefill:
-            digests = digests_of_what_is_there(pair, await prefill.hear())
-            prefill.say("ready", token=1, logprobs=None, digests=digests, own_cached_tokens=0, pool_cached_tokens=0)
-            prefill.say("stopped", clean=True)
-            assert tokens_of(await all_of(pair.start()[1])) == expected
+        other = asyncio.create_task(collect_pieces(decode.generations.begin(request, None)))
+        await eventually(lambda: decode.engine.scheduler.running, "the other request to run")
+        async with scripted_prefill(pair, **change) as prefill:
+            digests = digest_reserved_blocks(pair, await prefill.receive())
+            prefill.send("ready", token=1, logprobs=None, digests=digests, own_cached_tokens=0, pool_cached_tokens=0)
+            prefill.send("stopped", clean=True)
+            assert tokens_of(await collect_pieces(pair.start()[1])) == expected
         assert decode.handed_over("computed") == 1
-        assert tokens_of(await bystander) == mixed.answer((1, 2, 3), 60).wait()
+        assert tokens_of(await other) == mixed.answer((1, 2, 3), 60).wait()
 
 
 @pytest.mark.parametrize("term", ["namespace", "protocol"])
 @in_event_loop
-async def test_another_models_prefill_is_refused(tiny_checkpoint: Path, word_tokenizer: Any, term: str) -> None:
+async def test_decode_refuses_a_prefill_of_another_model(tiny_checkpoint: Path, word_tokenizer: Any, term: str) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         reader, writer = await asyncio.open_connection(HOST, pair.decode.receiver.port)
         prefill = ScriptedPrefill(reader, writer)
         described = Prompt.of_sequence(EngineSequence(Request("r", PROMPT, SamplingParams(1)), BLOCK)).to_message()
-        prefill.say("begin", request_id="r", **described, **pair.decode.memory.terms | {term: "another"})
-        assert await prefill.hear() == {
+        prefill.send("begin", request_id="r", **described, **pair.decode.memory.terms | {term: "another"})
+        assert await prefill.receive() == {
             "type": "refused",
             "reason": f"the {term} must be equal in both instances",
         }
-        prefill.say("failed", reason="no reason")
+        prefill.send("failed", reason="no reason")
         assert await reader.read() == b""
         writer.close()
 
 
-# --- a decode instance that does what it likes ------------------------------------------------------------------
+# --- a faulty decode instance ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -506,11 +509,11 @@ async def test_another_models_prefill_is_refused(tiny_checkpoint: Path, word_tok
     ids=str,
 )
 @in_event_loop
-async def test_prefill_answers_and_is_free_whatever_decode_says(
+async def test_prefill_responds_and_releases_its_blocks_after_an_invalid_response_of_decode(
     tiny_checkpoint: Path, word_tokenizer: Any, expected: list[int], reserved: dict[str, Any] | None
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
-        hung_up = asyncio.Event()
+        is_closed = asyncio.Event()
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readline()
@@ -520,22 +523,22 @@ async def test_prefill_answers_and_is_free_whatever_decode_says(
                 writer.write(b'{"type": "rejected"}\n')
                 await reader.read()
             writer.close()
-            hung_up.set()
+            is_closed.set()
 
         server = await asyncio.start_server(answer, HOST, 0)
         info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=server.sockets[0].getsockname()[1])
         request = Request("r", PROMPT, SamplingParams(12, temperature=0.0))
-        assert tokens_of(await all_of(pair.prefill.generations.begin(request, info))) == expected[:1]
+        assert tokens_of(await collect_pieces(pair.prefill.generations.begin(request, info))) == expected[:1]
         await eventually(lambda: pair.prefill.is_free, "prefill to be free")
-        await hung_up.wait()
+        await is_closed.wait()
         server.close()
 
 
 @in_event_loop
-async def test_a_response_may_end_with_the_token_that_prefill_chooses(
+async def test_a_response_can_end_with_the_first_token(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill suppresses the end only where the request has ``min_tokens``."""
+    """Prefill suppresses end tokens only if the request has ``min_tokens``."""
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         first, *_ = tokens_of(await pair.answer())
         for side in (pair.prefill, pair.decode):

@@ -1,4 +1,4 @@
-"""The hand-over: D hears of P's work if P is well, and is never worse off than without P if it is not."""
+"""Hand-over: decode (D) gets the result of prefill (P). If P fails, D computes the prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = Prompt.of_sequence(Sequence(Request("r", tuple(range(255)), SamplingPar
 
 @contextlib.asynccontextmanager
 async def receiving(silence_seconds: float = PATIENT) -> AsyncIterator[HandoverReceiver]:
-    """D's side, on a free port; nothing may be left of any request once silence has passed."""
+    """Start D's receiver on a free port. It closes a connection after ``silence_seconds`` without a message."""
     receiver = HandoverReceiver(None, silence_seconds, expiry_seconds=silence_seconds)
     await receiver.start_listening(socket.create_server((HOST, 0)))
     try:
@@ -35,7 +35,7 @@ async def receiving(silence_seconds: float = PATIENT) -> AsyncIterator[HandoverR
 
 @contextlib.asynccontextmanager
 async def connected(receiver: HandoverReceiver) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A P that says what it likes."""
+    """Connect as a P. The test chooses its messages."""
     reader, writer = await asyncio.open_connection(HOST, receiver.port)
     try:
         yield reader, writer
@@ -51,19 +51,19 @@ def line(**message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-async def types_until_end(reader: asyncio.StreamReader) -> list[str]:
-    """What the other side says until it hangs up."""
-    return [json.loads(said)["type"] async for said in reader]
+async def list_message_types(reader: asyncio.StreamReader) -> list[str]:
+    """Return the types of all messages until the other side closes the connection."""
+    return [json.loads(message)["type"] async for message in reader]
 
 
 async def prefill(receiver: HandoverReceiver, request_id: str, own: int = 0, pool: int = 0) -> None:
-    """A P to which nothing happens."""
+    """Run a P without faults."""
     async with hand_over(HOST, receiver.port, request_id, PROMPT) as decode:
         decode.report_save(own, pool)
 
 
 @in_event_loop
-async def test_a_request_that_waits_hears_what_p_found_cached() -> None:
+async def test_a_waiting_request_gets_the_cached_tokens_of_p() -> None:
     async with receiving() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         await eventually(lambda: receiver.num_pending, "the request to wait")
@@ -73,16 +73,16 @@ async def test_a_request_that_waits_hears_what_p_found_cached() -> None:
 
 
 @in_event_loop
-async def test_a_request_may_come_after_p_was_done() -> None:
+async def test_a_request_can_arrive_after_p_has_finished() -> None:
     async with receiving() as receiver:
         await prefill(receiver, "r", 32, 16)
-        await eventually(lambda: receiver.num_pending, "P's word to arrive")
+        await eventually(lambda: receiver.num_pending, "P's result to arrive")
         assert await receiver.wait_for_prompt("r", PROMPT) == HandoverResult(32, 16)
         assert not receiver.num_pending
 
 
 @in_event_loop
-async def test_p_may_take_much_longer_than_the_silence_that_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_p_may_compute_much_longer_than_silence_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.disaggregation.prefill.ALIVE_SECONDS", SHORT / 10)
     async with receiving(SHORT) as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
@@ -94,7 +94,7 @@ async def test_p_may_take_much_longer_than_the_silence_that_is_borne(monkeypatch
 
 
 @in_event_loop
-async def test_when_p_failed_the_request_computes_itself() -> None:
+async def test_d_computes_the_prompt_if_p_reports_a_failure() -> None:
     async with receiving() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         async with hand_over(HOST, receiver.port, "r", PROMPT) as decode:
@@ -104,7 +104,7 @@ async def test_when_p_failed_the_request_computes_itself() -> None:
 
 
 @in_event_loop
-async def test_when_p_breaks_off_the_request_computes_itself() -> None:
+async def test_d_computes_the_prompt_if_p_raises_an_error() -> None:
     async with receiving() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         with pytest.raises(ZeroDivisionError):
@@ -114,7 +114,7 @@ async def test_when_p_breaks_off_the_request_computes_itself() -> None:
 
 
 @in_event_loop
-async def test_when_p_falls_silent_the_request_computes_itself() -> None:
+async def test_d_computes_the_prompt_if_p_sends_nothing_more() -> None:
     async with receiving(SHORT) as receiver, connected(receiver) as (_, to_d):
         to_d.write(begin("r"))
         assert await receiver.wait_for_prompt("r", PROMPT) is None
@@ -122,35 +122,35 @@ async def test_when_p_falls_silent_the_request_computes_itself() -> None:
 
 
 @in_event_loop
-async def test_a_p_that_comes_after_the_request_gave_up_leaves_nothing_behind() -> None:
+async def test_the_result_of_a_late_p_expires() -> None:
     async with receiving(SHORT) as receiver:
         assert await receiver.wait_for_prompt("r", PROMPT) is None
         await prefill(receiver, "r")
-        await eventually(lambda: receiver.num_pending, "P's word to arrive")
-        await eventually(lambda: not receiver.num_pending, "P's word to be forgotten")
+        await eventually(lambda: receiver.num_pending, "P's result to arrive")
+        await eventually(lambda: not receiver.num_pending, "P's result to expire")
 
 
 @in_event_loop
-async def test_what_p_announces_and_nobody_asks_for_is_forgotten() -> None:
+async def test_results_without_a_request_expire() -> None:
     async with receiving(SHORT) as receiver:
         for i in range(20):
             await prefill(receiver, str(i))
-        await eventually(lambda: receiver.num_pending, "P's words to arrive")
-        await eventually(lambda: not receiver.num_pending, "P's words to be forgotten")
+        await eventually(lambda: receiver.num_pending, "P's results to arrive")
+        await eventually(lambda: not receiver.num_pending, "P's results to expire")
 
 
 @in_event_loop
-async def test_a_request_that_is_given_up_while_p_computes_leaves_no_trace() -> None:
+async def test_d_forgets_a_request_that_is_cancelled_while_p_computes() -> None:
     async with receiving() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         async with connected(receiver) as (from_d, to_d):
             to_d.write(begin("r"))
-            assert json.loads(await from_d.readline())["type"] == "refused", "there is nothing to write to"
+            assert json.loads(await from_d.readline())["type"] == "refused", "there is no memory for the blocks"
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert not receiver.num_pending
-            assert await types_until_end(from_d) == []
+            assert await list_message_types(from_d) == []
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ async def test_a_request_that_is_given_up_while_p_computes_leaves_no_trace() -> 
     ids=lambda sent: repr(sent[:40]),
 )
 @in_event_loop
-async def test_a_stranger_on_the_connector_port_is_hung_up_on(sent: bytes) -> None:
+async def test_d_closes_connections_with_invalid_first_messages(sent: bytes) -> None:
     async with receiving() as receiver, connected(receiver) as (from_d, to_d):
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         to_d.write(sent)
@@ -200,7 +200,7 @@ async def test_a_stranger_on_the_connector_port_is_hung_up_on(sent: bytes) -> No
     ids=lambda sent: repr(sent[:40]),
 )
 @in_event_loop
-async def test_a_p_that_talks_nonsense_counts_as_failed(sent: bytes) -> None:
+async def test_an_invalid_message_of_p_counts_as_a_failure(sent: bytes) -> None:
     async with receiving() as receiver, connected(receiver) as (_, to_d):
         to_d.write(begin("r") + sent)
         assert await receiver.wait_for_prompt("r", PROMPT) is None
@@ -208,25 +208,25 @@ async def test_a_p_that_talks_nonsense_counts_as_failed(sent: bytes) -> None:
 
 
 @in_event_loop
-async def test_p_computes_on_when_d_cannot_be_reached() -> None:
+async def test_p_continues_if_d_cannot_be_reached() -> None:
     async with hand_over(HOST, free_port(), "r", PROMPT) as decode:
         decode.report_save(0, 0)
 
 
 @in_event_loop
-async def test_an_error_in_p_is_its_own_even_when_d_cannot_be_reached() -> None:
+async def test_an_error_of_p_is_raised_even_if_d_cannot_be_reached() -> None:
     with pytest.raises(ZeroDivisionError):
         async with hand_over(HOST, free_port(), "r", PROMPT):
             raise ZeroDivisionError
 
 
 @in_event_loop
-async def test_p_computes_on_when_d_goes_away() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_p_continues_if_d_closes_the_connection() -> None:
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.transport.abort()
 
-    server = await asyncio.start_server(hang_up, HOST, 0)
+    server = await asyncio.start_server(close, HOST, 0)
     async with hand_over(HOST, server.sockets[0].getsockname()[1], "r", PROMPT) as decode:
         await eventually(lambda: not decode.is_wanted, "P to notice")
         decode.report_save(0, 0)
@@ -234,7 +234,7 @@ async def test_p_computes_on_when_d_goes_away() -> None:
 
 
 @in_event_loop
-async def test_many_requests_each_hear_their_own_p() -> None:
+async def test_each_of_many_requests_gets_the_result_of_its_own_p() -> None:
     async with receiving() as receiver:
         numbers = list(range(200))
         waiting = {i: asyncio.create_task(receiver.wait_for_prompt(str(i), PROMPT)) for i in numbers[::2]}

@@ -1,4 +1,4 @@
-"""All flags of FastDeploy: taken, taken without effect, or refused in one sentence; never something else silently."""
+"""All flags of FastDeploy. Each is accepted, accepted without effect and reported, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from engine import fastdeploy_flags
 from engine.args import EngineArgs, parse_args
 from kvstore_backend import ConfigError
 
-# Every option that ``make_arg_parser(FlexibleArgumentParser())`` of FastDeploy 2.6 has, with a value that its users
-# give, and those that develop has added, and what becomes of it here. The recorded list: add a row where FastDeploy
-# adds a flag.
-TAKEN = """
+# Every option of ``make_arg_parser(FlexibleArgumentParser())`` of FastDeploy 2.6 and of its develop branch, with a
+# usual value. Add a row when FastDeploy adds a flag.
+ACCEPTED = """
 --port 8188
 --host 127.0.0.1
 --metrics-port 8189
@@ -185,19 +184,19 @@ def parse(line: str) -> EngineArgs:
     return parse_args(["--model", "m", *shlex.split(line)], {})
 
 
-@pytest.mark.parametrize("line", rows(TAKEN))
-def test_flags_that_the_engine_has_are_taken(line: str) -> None:
+@pytest.mark.parametrize("line", rows(ACCEPTED))
+def test_flags_of_the_engine_are_accepted(line: str) -> None:
     assert parse(line).remarks == ()
 
 
 @pytest.mark.parametrize("line", rows(WITHOUT_EFFECT))
-def test_flags_that_change_nothing_here_are_taken_and_told(line: str) -> None:
+def test_flags_without_effect_are_accepted_and_reported(line: str) -> None:
     flag = line.split()[0]
     assert parse(line).remarks == (f"these flags of FastDeploy have no effect here: {flag}",)
 
 
 @pytest.mark.parametrize("line", rows(REFUSED))
-def test_what_the_engine_cannot_do_is_refused_in_one_sentence(line: str) -> None:
+def test_flags_for_unsupported_features_are_refused_in_one_sentence(line: str) -> None:
     flag = line.split()[0]
     with pytest.raises(ConfigError) as caught:
         parse(line)
@@ -206,7 +205,7 @@ def test_what_the_engine_cannot_do_is_refused_in_one_sentence(line: str) -> None
     assert "\n" not in message
 
 
-def test_one_line_names_all_flags_without_effect_each_once() -> None:
+def test_one_remark_names_each_flag_without_effect_once() -> None:
     args = parse("--workers 1 --enable-chunked-prefill --port 9 --workers 2")
     assert args.remarks == ("these flags of FastDeploy have no effect here: --workers, --enable-chunked-prefill",)
     assert args.port == 9
@@ -221,29 +220,29 @@ def test_one_line_names_all_flags_without_effect_each_once() -> None:
         ("--served-model x", "--served-model-name x"),
     ],
 )
-def test_the_beginning_of_a_flag_of_fastdeploy_is_enough_as_it_is_there(line: str, meant: str) -> None:
+def test_flags_can_be_abbreviated_as_in_fastdeploy(line: str, meant: str) -> None:
     assert parse(line) == parse(meant)
 
 
-def test_a_beginning_means_what_it_meant_before_newer_flags_came() -> None:
+def test_newer_flags_do_not_change_the_meaning_of_abbreviations() -> None:
     assert parse("--kvcache memory").kvcache_storage_backend == "memory"
     assert parse("--write write_through").remarks == parse("--write-policy write_through").remarks
 
 
-def test_a_beginning_of_several_flags_is_refused_with_their_names() -> None:
+def test_an_ambiguous_abbreviation_is_refused_with_the_possible_flags() -> None:
     with pytest.raises(ConfigError, match=r"'--max-num-' is ambiguous; .*: --max-num-seqs, --max-num-batched-tokens"):
         parse("--max-num- 8")
 
 
-def test_the_tokenizer_may_be_named_where_it_is_the_models() -> None:
+def test_the_tokenizer_flag_is_accepted_only_with_the_models_own_tokenizer() -> None:
     assert parse("--tokenizer m") == parse("")
     with pytest.raises(ConfigError, match="--tokenizer other: the tokenizer of --model is used; leave the flag out"):
         parse("--tokenizer other")
 
 
-@pytest.mark.parametrize("said", ["''", "None"])
-def test_no_storage_may_be_said_in_fastdeploys_way(said: str) -> None:
-    assert parse(f"--kvcache-storage-backend {said}").kvcache_storage_backend is None
+@pytest.mark.parametrize("value", ["''", "None"])
+def test_fastdeploys_values_for_no_storage_are_accepted(value: str) -> None:
+    assert parse(f"--kvcache-storage-backend {value}").kvcache_storage_backend is None
 
 
 class TestConfigFile:
@@ -252,34 +251,34 @@ class TestConfigFile:
         path.write_text(text)
         return parse_args(shlex.split(f"--config {path} {line}"), {})
 
-    def test_settings_come_from_the_file_unless_the_command_line_has_them(self, tmp_path: Path) -> None:
+    def test_the_command_line_takes_precedence_over_the_file(self, tmp_path: Path) -> None:
         text = "model: m\nmax_model_len: 4096\nport: 9\nenable_prefix_caching: false\nrdma_comm_ports: [1, 2]\n"
         args = self.parse_file(tmp_path, text, "--port 10")
         assert (args.model, args.max_model_len, args.port) == ("m", 4096, 10)
         assert (args.enable_prefix_caching, args.rdma_comm_ports) == (False, "1,2")
         assert args.remarks == ()
 
-    def test_settings_without_effect_and_unknown_ones_are_told(self, tmp_path: Path) -> None:
+    def test_settings_without_effect_and_unknown_settings_are_reported(self, tmp_path: Path) -> None:
         text = (
             "model: m\nworkers: 4\nenable_chunked_prefill: true\nenable_mm: false\ngraph_optimization_config: {a: 1}\n"
         )
         args = self.parse_file(tmp_path, f"{text}colour: blue\n")
         assert args.remarks[0].endswith("config.yaml: these names are not flags and are ignored: colour")
-        told = "--workers, --enable-chunked-prefill, --graph-optimization-config"
-        assert args.remarks[1] == f"these flags of FastDeploy have no effect here: {told}"
+        flags = "--workers, --enable-chunked-prefill, --graph-optimization-config"
+        assert args.remarks[1] == f"these flags of FastDeploy have no effect here: {flags}"
 
-    @pytest.mark.parametrize(("said", "is_on"), [("'true'", True), ("'False'", False), ("1", True), ("0", False)])
-    def test_a_switch_may_be_text_or_a_number(self, tmp_path: Path, said: str, *, is_on: bool) -> None:
-        text = f"model: m\nenable_prefix_caching: {said}\ndynamic_load_weight: {said}\n"
+    @pytest.mark.parametrize(("value", "is_on"), [("'true'", True), ("'False'", False), ("1", True), ("0", False)])
+    def test_a_switch_can_be_text_or_a_number(self, tmp_path: Path, value: str, *, is_on: bool) -> None:
+        text = f"model: m\nenable_prefix_caching: {value}\ndynamic_load_weight: {value}\n"
         args = self.parse_file(tmp_path, text)
         assert (args.enable_prefix_caching, args.dynamic_load_weight) == (is_on, is_on)
 
-    @pytest.mark.parametrize("said", ["'maybe'", "2", "[true]", "{a: true}"])
-    def test_a_switch_that_is_neither_on_nor_off_is_refused(self, tmp_path: Path, said: str) -> None:
+    @pytest.mark.parametrize("value", ["'maybe'", "2", "[true]", "{a: true}"])
+    def test_an_invalid_switch_is_refused(self, tmp_path: Path, value: str) -> None:
         with pytest.raises(ConfigError, match=r"config\.yaml: dynamic_load_weight is .*; it must be true or false"):
-            self.parse_file(tmp_path, f"model: m\ndynamic_load_weight: {said}\n")
+            self.parse_file(tmp_path, f"model: m\ndynamic_load_weight: {value}\n")
 
-    def test_what_is_refused_on_the_command_line_is_refused_in_the_file(self, tmp_path: Path) -> None:
+    def test_the_file_refuses_the_same_values_as_the_command_line(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--quantization: this engine uses"):
             self.parse_file(tmp_path, "model: m\nquantization: wint8\n")
         with pytest.raises(ConfigError, match="--tensor-parallel-size 2: this engine runs a model on one device"):
@@ -289,30 +288,30 @@ class TestConfigFile:
         ("text", "message"),
         [("- a\n", "must be a mapping of flags' names to values"), ("a: [", "is not valid YAML: ")],
     )
-    def test_a_file_of_another_kind_is_told(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_a_file_with_an_invalid_format_is_refused(self, tmp_path: Path, text: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             self.parse_file(tmp_path, text)
 
-    def test_a_file_that_is_not_there_is_told(self) -> None:
+    def test_a_missing_file_is_refused(self) -> None:
         with pytest.raises(
             ConfigError, match=r"--config nowhere\.yaml: the file cannot be read: No such file or directory"
         ):
             parse("--config nowhere.yaml")
 
 
-def test_a_key_is_not_repeated() -> None:
+def test_an_error_does_not_contain_an_api_key() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("--api-key hidden")
     assert "hidden" not in str(caught.value)
 
 
-def test_keys_in_the_environment_are_refused_as_the_flag_is_and_not_repeated() -> None:
+def test_an_api_key_in_the_environment_is_refused_and_not_in_the_error() -> None:
     with pytest.raises(ConfigError, match="FD_API_KEY: this engine checks no API keys") as caught:
         parse_args(["--model", "m"], {"FD_API_KEY": "hidden,other"})
     assert "hidden" not in str(caught.value)
-    parse_args(["--model", "m"], {"FD_API_KEY": ""})  # FastDeploy has no key then
+    parse_args(["--model", "m"], {"FD_API_KEY": ""})  # FastDeploy checks no key in this case
 
 
-def test_the_recorded_list_has_every_flag_that_is_known_of_fastdeploy() -> None:
-    recorded = {line.split()[0] for table in (TAKEN, WITHOUT_EFFECT, REFUSED) for line in rows(table)}
+def test_the_tables_contain_all_known_flags_of_fastdeploy() -> None:
+    recorded = {line.split()[0] for table in (ACCEPTED, WITHOUT_EFFECT, REFUSED) for line in rows(table)}
     assert recorded - {"-tp"} == {*fastdeploy_flags._NAMES, *fastdeploy_flags._NEWER_FLAGS}

@@ -1,4 +1,4 @@
-"""Models whose layers form several groups: answers in every state of the own cache, and which blocks are held."""
+"""Models with several groups of layers: responses in every state of the own cache, and the blocks in use."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import GROUPED, VOCAB_SIZE, write_checkpoint
 from tests.engine.event_loop import in_event_loop
 from tests.engine.faulty_store import Fault, FaultyStore
-from tests.engine.pair import forget_prefixes, pair_of
+from tests.engine.pair import empty_prefix_cache, pair_of
 from tests.engine.running import Engine
-from tests.engine.test_equality import MAX_TOKENS, asked_at_once, asked_of_pair_at_once
+from tests.engine.test_equality import MAX_TOKENS, run_on_pair_together, run_together
 from tests.support.clearing import looks, wait_for_a_look
 from tests.support.waiting import wait_until
 
 __all__ = ["looks"]
 
 each_layout = pytest.mark.parametrize("checkpoint", ["gpt-oss", "gemma3", "mistral", "lfm2"], indirect=True)
-"""Of the architectures those whose layers form other groups: the pool knows nothing else of them."""
+"""Architectures with different groups of layers. The pool depends on no other property."""
 
 BLOCK = 16
-TOLERANCE = 1e-3  # of a logit: two tokens as close as that are a matter of rounding
+TOLERANCE = 1e-3  # of a logit; smaller differences are rounding errors
 
 
 def random_tokens(count: int, seed: str) -> list[int]:
@@ -54,8 +54,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(autouse=True)
-def _loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, too, everything in the pool is loaded."""
+def _load_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load all blocks from the pool, even on a busy machine."""
     monkeypatch.setattr(LoadOrCompute, "decide", lambda *_: "load")
 
 
@@ -66,7 +66,7 @@ def reference_of(folder: Path) -> Any:
 
 @torch.inference_mode()
 def check(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-    """Each token is the one that transformers' model has for the likeliest."""
+    """Assert that each token is the likeliest one of transformers' model."""
     model = reference_of(folder)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == MAX_TOKENS
@@ -75,21 +75,21 @@ def check(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequ
         assert leads.max() < TOLERANCE, f"prompt of {len(prompt)} tokens"
 
 
-def test_answers_are_those_of_transformers_with_and_without_cached_prefixes(checkpoint: Path) -> None:
+def test_responses_are_equal_to_transformers_with_and_without_cached_prefixes(checkpoint: Path) -> None:
     with Engine(checkpoint, num_blocks=500, budget=40) as engine:
-        first = asked_at_once(engine, PROMPTS)
+        first = run_together(engine, PROMPTS)
         turns = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(PROMPTS, first, strict=True)]
-        second = asked_at_once(engine, turns)
+        second = run_together(engine, turns)
         cached = engine.metric("kvstore_prompt_tokens_total", origin="own_cache")
         assert cached >= sum((len(prompt) + MAX_TOKENS - 1) // BLOCK * BLOCK for prompt in PROMPTS)
     check(checkpoint, PROMPTS + turns, first + second)
 
 
-def test_answers_are_those_of_transformers_with_too_few_blocks(checkpoint: Path) -> None:
+def test_responses_are_equal_to_transformers_with_too_few_blocks(checkpoint: Path) -> None:
     num_groups = len(group_layers("", load_model_config(str(checkpoint)), BLOCK, 1 << 20).members)
     prompts = [random_tokens(length, f"few {length}") for length in (12, 13, 14, 15, 14, 13, 40)]
     with Engine(checkpoint, num_blocks=4 * num_groups, max_num_seqs=6, budget=40) as engine:
-        answers = asked_at_once(engine, prompts)
+        answers = run_together(engine, prompts)
         assert engine.metric("kvstore_preemptions_total") > 0
     check(checkpoint, prompts, answers)
 
@@ -112,59 +112,59 @@ def next_turns(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]
 
 @each_layout
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
-def test_another_instance_loads_what_a_resume_point_allows(checkpoint: Path, staged: bool) -> None:
+def test_another_instance_loads_the_blocks_up_to_a_resume_point(checkpoint: Path, staged: bool) -> None:
     store = MemoryStore(64 << 20)
     settings: dict[str, Any] = {"num_blocks": 700, "budget": 40, "save_outputs": True}
     if staged:
         settings["max_model_len"] = 4000
     with Engine(checkpoint, store=FaultyStore(store), **settings) as writer:
-        assert writer.keeps_late_blocks != staged
-        turns = next_turns(PROMPTS, asked_at_once(writer, PROMPTS))
+        assert writer.late_calls_hold_blocks != staged
+        turns = next_turns(PROMPTS, run_together(writer, PROMPTS))
     with Engine(checkpoint, store=FaultyStore(store), **settings) as reader:
-        answers = asked_at_once(reader, turns)
+        answers = run_together(reader, turns)
         allowed = sum((len(turn) - 4) // BLOCK * BLOCK for turn in turns)
         loaded = reader.metric("kvstore_prompt_tokens_total", origin="pool")
         own = reader.metric("kvstore_prompt_tokens_total", origin="own_cache")
         assert loaded + own >= 0.9 * allowed
-        assert loaded >= 0.6 * allowed  # the rest: one prompt has computed what others begin with
+        assert loaded >= 0.6 * allowed  # another prompt has computed the shared prefix of the rest
         again = next_turns(turns, answers)
     check(checkpoint, turns, answers)
     with Engine(checkpoint, store=FaultyStore(store), **settings) as third:
-        check(checkpoint, again, asked_at_once(third, again))
+        check(checkpoint, again, run_together(third, again))
 
 
 @each_layout
-def test_a_pool_that_has_lost_blocks_at_random_shortens_hits_and_changes_no_answer(checkpoint: Path) -> None:
+def test_random_losses_of_the_pool_shorten_hits_and_change_no_response(checkpoint: Path) -> None:
     store, chance = MemoryStore(64 << 20), random.Random(3)
     settings: dict[str, Any] = {"num_blocks": 700, "budget": 40, "save_outputs": True}
     with Engine(checkpoint, store=FaultyStore(store), **settings) as writer:
-        turns = next_turns(PROMPTS, asked_at_once(writer, PROMPTS))
+        turns = next_turns(PROMPTS, run_together(writer, PROMPTS))
     loaded = []
     for lost in (0.03, 0.1, 0.4):
         store.remove([key for key in store._values if chance.random() < lost])
         with Engine(checkpoint, store=FaultyStore(store), **{**settings, "save_outputs": False}) as reader:
-            check(checkpoint, turns, asked_at_once(reader, turns))
+            check(checkpoint, turns, run_together(reader, turns))
             loaded.append(reader.metric("kvstore_prompt_tokens_total", origin="pool"))
     assert loaded[0] > 0
 
 
 @pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.NOTHING])
-def test_a_pool_that_fails_changes_no_answer(fault: Fault, tmp_path: Path) -> None:
+def test_a_pool_that_fails_changes_no_response(fault: Fault, tmp_path: Path) -> None:
     for family in ("gemma3", "lfm2"):
         folder = write_checkpoint(GROUPED[family](), tmp_path / family)
         memory = MemoryStore(64 << 20)
         settings: dict[str, Any] = {"num_blocks": 400, "budget": 40}
         with Engine(folder, store=FaultyStore(memory), **settings) as writer:
-            asked_at_once(writer, PROMPTS[:5])
+            run_together(writer, PROMPTS[:5])
         faulty = FaultyStore(memory)
         with Engine(folder, store=faulty, **settings) as reader:
             faulty.fault = fault
-            check(folder, PROMPTS[:5], asked_at_once(reader, PROMPTS[:5]))
+            check(folder, PROMPTS[:5], run_together(reader, PROMPTS[:5]))
             faulty.fault = Fault.NOTHING
-            check(folder, PROMPTS[:5], asked_at_once(reader, PROMPTS[:5]))
+            check(folder, PROMPTS[:5], run_together(reader, PROMPTS[:5]))
 
 
-def test_a_pools_blocks_are_named_by_their_group(tmp_path: Path) -> None:
+def test_names_of_blocks_in_the_pool_contain_their_group(tmp_path: Path) -> None:
     store = MemoryStore(64 << 20)
     folder = write_checkpoint(GROUPED["gemma2"](), tmp_path)
     with Engine(folder, num_blocks=200, store=store) as engine:
@@ -186,17 +186,17 @@ async def test_prompts_are_handed_over_with_the_blocks_of_each_group(
     async with pair_of(
         checkpoint, word_tokenizer, store=store, max_num_seqs=16, expiry_seconds=60.0, **settings
     ) as pair:
-        answers = await asked_of_pair_at_once(pair, PROMPTS)
-        forget_prefixes(pair.prefill.engine)
+        answers = await run_on_pair_together(pair, PROMPTS)
+        empty_prefix_cache(pair.prefill.engine)
         turns = next_turns(PROMPTS, answers)
-        answers += await asked_of_pair_at_once(pair, turns)
+        answers += await run_on_pair_together(pair, turns)
         ways = {way: pair.decode.handed_over(way) for way in ("direct", "pool", "computed")}
         assert ways == {"direct": len(PROMPTS + turns), "pool": 0, "computed": 0}
         assert pair.decode.engine.metric("kvstore_prompt_tokens_total", origin="own_cache") > 0
         assert pair.prefill.engine.metric("kvstore_prompt_tokens_total", origin="pool") > 0
         pair.prefill.transfer.fails = True
         last = next_turns(turns, answers[len(PROMPTS) :])
-        answers += await asked_of_pair_at_once(pair, last)
+        answers += await run_on_pair_together(pair, last)
         assert pair.decode.handed_over("pool") > 0
     check(checkpoint, PROMPTS + turns + last, answers)
 
@@ -241,9 +241,9 @@ def test_blocks_of_all_groups_are_saved_again_if_the_pool_has_lost_them(
     folder, store = write_checkpoint(GROUPED[family](), tmp_path), MemoryStore(64 << 20)
     settings: dict[str, Any] = {"num_blocks": 300, "max_model_len": 2000 if staged else None}
     with Engine(folder, store=FaultyStore(store), **settings) as writer:
-        asked_at_once(writer, PROMPTS[:2])
+        run_together(writer, PROMPTS[:2])
         wait_for_a_look(looks)
-        kept = dict(store._values)
+        saved = dict(store._values)
         store.clear("")
-        wait_until(lambda: store._values.keys() >= kept.keys(), "all blocks to be saved again", 60)
-        assert store._values == kept
+        wait_until(lambda: store._values.keys() >= saved.keys(), "all blocks to be saved again", 60)
+        assert store._values == saved

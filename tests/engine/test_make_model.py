@@ -1,4 +1,4 @@
-"""The small test model: the same bytes every time, and answers fit to show a KV cache with."""
+"""The small test model: its files are equal in all runs, and its responses show errors in a KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.make_model import MAX_NEW_TOKENS, STAMP, WORDS, main, make_model
 
-# Of the tensors alone, so that another version of the file format would not look like other weights.
+# A digest of only the tensors, because another version of the file format changes the file.
 WEIGHTS_SHA256 = "e3ae6e67a90ce1960ea898bfe00c52c01577c2c239e2925fe2e4c78f0ffa2248"
 
 QUESTIONS = (
@@ -53,7 +53,7 @@ def ask(tokenizer: Any, question: str) -> list[int]:
 
 @torch.inference_mode()
 def greedy(model: Any, ids: list[int], count: int = 100) -> tuple[list[int], torch.Tensor]:
-    """``count`` generated ids, and the logits [count, vocabulary] they were chosen by."""
+    """Return ``count`` generated ids, and their logits [count, vocabulary]."""
     prompt = torch.tensor([ids])
     answer = model.generate(
         prompt,
@@ -86,22 +86,22 @@ def test_the_weights_are_those_of_this_version(folder: Path) -> None:
     assert digest.hexdigest() == WEIGHTS_SHA256
 
 
-def test_an_answer_that_nobody_limits_ends_soon(folder: Path) -> None:
+def test_a_response_without_a_limit_has_a_default_limit(folder: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["max_new_tokens"] == MAX_NEW_TOKENS
 
 
-def test_a_second_run_leaves_the_folder_as_it_is(folder: Path) -> None:
+def test_a_second_run_does_not_change_the_folder(folder: Path) -> None:
     before = (folder / STAMP).stat().st_mtime_ns
     assert not make_model(folder)
     assert (folder / STAMP).stat().st_mtime_ns == before
 
 
-def test_whoever_may_read_one_file_may_read_all(folder: Path) -> None:
-    """As where one user writes the model, and another one serves it."""
+def test_all_files_have_the_same_permissions(folder: Path) -> None:
+    """One user may write the model, and another user may serve it."""
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
-def test_a_damaged_model_is_written_anew(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_model_is_written_again(folder: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "tiny"
     make_model(damaged)
     with (damaged / "model.safetensors").open("r+b") as file:
@@ -110,36 +110,38 @@ def test_a_damaged_model_is_written_anew(folder: Path, tmp_path: Path) -> None:
     assert (damaged / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_other_files_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.txt").write_text("five years")
     assert main(["--output", str(tmp_path)]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_an_answer_put_back_into_the_conversation_encodes_to_the_ids_generated(model: Any, tokenizer: Any) -> None:
+def test_a_response_in_the_next_turn_encodes_to_the_generated_ids(model: Any, tokenizer: Any) -> None:
     messages: list[dict[str, str]] = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         prompt = chat(tokenizer, messages)
         generated, _ = greedy(model, prompt, 25)
         messages.append({"role": "assistant", "content": tokenizer.decode(generated, skip_special_tokens=True)})
-        seen_again = chat(tokenizer, messages, answer_next=False)
-        assert seen_again[: len(prompt) + len(generated)] == prompt + generated
+        encoded = chat(tokenizer, messages, answer_next=False)
+        assert encoded[: len(prompt) + len(generated)] == prompt + generated
 
 
-def test_any_text_survives_encoding(tokenizer: Any) -> None:
+def test_a_text_is_unchanged_after_encoding_and_decoding(tokenizer: Any) -> None:
     text = "  Naïve — 深圳 🌊, then\n\n\tthe river's  edge.  "
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_answers_are_words_and_hardly_repeat(answers: list[tuple[list[int], torch.Tensor]], tokenizer: Any) -> None:
+def test_responses_contain_words_and_few_repetitions(
+    answers: list[tuple[list[int], torch.Tensor]], tokenizer: Any
+) -> None:
     for generated, _ in answers:
         assert set(tokenizer.decode(generated).split()) <= set(WORDS)
         assert len(set(generated)) >= 50
 
 
-def test_only_words_are_ever_sampled(answers: list[tuple[list[int], torch.Tensor]]) -> None:
+def test_only_words_are_sampled(answers: list[tuple[list[int], torch.Tensor]]) -> None:
     for _, logits in answers:
         hot = torch.softmax(logits / 2.0, dim=-1)
         assert hot[:, : -len(WORDS)].sum(dim=-1).max() < 1e-6
@@ -149,7 +151,7 @@ def test_different_questions_get_different_answers(answers: list[tuple[list[int]
     assert len({tuple(generated[:5]) for generated, _ in answers}) == len(QUESTIONS)
 
 
-def test_the_best_logit_leads_by_far_more_than_rounding(
+def test_the_lead_of_the_best_logit_is_much_larger_than_rounding_errors(
     answers: list[tuple[list[int], torch.Tensor]],
 ) -> None:
     for _, logits in answers:
@@ -158,7 +160,7 @@ def test_the_best_logit_leads_by_far_more_than_rounding(
 
 
 @torch.inference_mode()
-def test_a_wrong_value_in_an_early_block_changes_the_answer(model: Any, tokenizer: Any) -> None:
+def test_a_wrong_value_in_an_early_block_changes_the_response(model: Any, tokenizer: Any) -> None:
     ids = torch.tensor([ask(tokenizer, "Tell me a story about the sea. " * 40)])
     continuations = []
     for factor in (1.0, -1.0):

@@ -1,4 +1,4 @@
-"""Request bodies: what is wrong is told in one sentence, and nothing a client sends raises anything else."""
+"""Request bodies: the error for a bad body is one sentence, and no body raises another error."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 1500
 DEEP = json.loads("[" * 400 + "]" * 400)
-"""Nested deeper than orjson writes."""
+"""A list that is nested deeper than orjson supports."""
 
 
 @pytest.fixture(scope="module")
 def completions(word_tokenizer: Any, word_model: Path) -> Completions:
-    """What checks prompts, without an engine behind it: nothing here runs one."""
+    """A ``Completions`` that checks requests, without an engine."""
     generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
     return Completions(generations, word_tokenizer, str(word_model), MAX_MODEL_LEN, VOCAB_SIZE)
 
 
 def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
-    """Check a body as the server does before it answers."""
+    """Check a body as the server does before it responds."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     if path == "chat":
         return asyncio.run(completions.begin_chat(parse_body(ChatBody, raw)))
@@ -57,7 +57,7 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "said"),
+    ("path", "body", "param", "message"),
     [
         ("chat", b"hello", None, "the body is not valid JSON"),
         ("chat", b"", None, "the body is not valid JSON"),
@@ -101,9 +101,9 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
                 "chat",
                 {"messages": MESSAGES, name: value},
                 name,
-                f"{name}: it is {json.dumps(value, separators=(',', ':'))}, but {said}",
+                f"{name}: it is {json.dumps(value, separators=(',', ':'))}, but {message}",
             )
-            for name, value, said in [
+            for name, value, message in [
                 ("tool_choice", "required", 'this engine cannot force a call; give "auto" or "none"'),
                 ("tool_choice", {"type": "function"}, "this engine cannot force a call"),
                 ("functions", [{"name": "f"}], "this engine does not support functions; give tools"),
@@ -233,14 +233,14 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("text", {"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
     ],
 )
-def test_a_bad_body_is_told_in_one_sentence_that_names_the_field(
-    completions: Completions, path: str, body: Any, param: str | None, said: str
+def test_the_error_for_a_bad_body_is_one_sentence_with_the_field(
+    completions: Completions, path: str, body: Any, param: str | None, message: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
         start(completions, path, body)
     error = caught.value
     assert (error.status, error.param) == (400, param)
-    assert said in str(error)
+    assert message in str(error)
     assert "\n" not in str(error)
     assert error.body == {
         "error": {"message": str(error), "type": "invalid_request_error", "param": param, "code": error.code}
@@ -258,7 +258,7 @@ def test_a_bad_body_is_told_in_one_sentence_that_names_the_field(
         ("text", {"prompt": ["a", "b" * 9999]}, "prompt.1"),
     ],
 )
-def test_a_prompt_that_does_not_fit_says_by_how_much(
+def test_the_error_for_a_long_prompt_has_its_length_and_the_limit(
     completions: Completions, path: str, body: Any, param: str
 ) -> None:
     with pytest.raises(ApiError, match=r"the prompt has (at least )?\d+ tokens; .* max_model_len of 64") as caught:
@@ -270,16 +270,16 @@ def test_a_prompt_that_does_not_fit_says_by_how_much(
     ("path", "body"),
     [("chat", {"messages": [{"role": "user", "content": " the" * 10_000}]}), ("text", {"prompt": " the" * 10_000})],
 )
-def test_a_text_too_long_for_the_longest_tokens_is_refused_unread(
+def test_a_text_that_exceeds_the_limit_with_the_longest_tokens_is_not_tokenized(
     completions: Completions, word_tokenizer: Any, path: str, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(word_tokenizer), "__call__", None)  # it must not come to that
+    monkeypatch.setattr(type(word_tokenizer), "__call__", None)  # it must not be called
     with pytest.raises(ApiError, match=r"the prompt has at least \d+ tokens; .* max_model_len of 64") as caught:
         start(completions, path, body)
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
-def test_the_longest_prompt_that_fits_leaves_room_for_one_token(completions: Completions) -> None:
+def test_the_longest_prompt_leaves_space_for_one_token(completions: Completions) -> None:
     response = start(completions, "text", {"prompt": [1] * 63, "max_tokens": 500})
     assert response.request.params.max_tokens == 1
 
@@ -295,7 +295,7 @@ def test_a_client_sets_the_variables_of_the_chat_template() -> None:
     assert lengths[1] == lengths[0] + 1
 
 
-def test_the_model_hears_of_tools_that_it_may_call() -> None:
+def test_the_prompt_contains_tools_only_if_the_model_may_call_them() -> None:
     tokenizer = byte_fallback_tokenizer(chat_template="{{ messages[0].content }}{{ ' river' if tools }}")
     completions = completions_of(tokenizer)
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -306,7 +306,7 @@ def test_the_model_hears_of_tools_that_it_may_call() -> None:
     assert lengths == [lengths[0], lengths[0] + 1, lengths[0] + 1, lengths[0]]
 
 
-TELLING_TEMPLATE = (
+TEMPLATE = (
     "{{ messages[0].content }}{{ ' river' if tools }}{{ ' riv' if enable_thinking }}"
     "{% for message in messages[1:] %}{{ message.content }}</s>{% endfor %}{{ ' the' if add_generation_prompt }}"
 )
@@ -329,20 +329,22 @@ TALK = [*MESSAGES, {"role": "assistant", "content": "it flows"}]
     ],
     ids=lambda value: str(list(value)[-1]) if isinstance(value, dict) else value,
 )
-def test_tokenizing_tells_the_prompt_of_the_request_with_the_same_fields(path: str, fields: dict[str, Any]) -> None:
-    completions = completions_of(byte_fallback_tokenizer(chat_template=TELLING_TEMPLATE))
+def test_tokenize_returns_the_prompt_tokens_of_the_request_with_the_same_fields(
+    path: str, fields: dict[str, Any]
+) -> None:
+    completions = completions_of(byte_fallback_tokenizer(chat_template=TEMPLATE))
     expected = list(start(completions, path, fields).request.prompt_token_ids)
-    told = asyncio.run(completions.tokenize_prompt(parse_body(TokenizeBody, json.dumps(fields).encode())))
-    assert (told["tokens"], told["count"], told["token_strs"]) == (expected, len(expected), None)
+    response = asyncio.run(completions.tokenize_prompt(parse_body(TokenizeBody, json.dumps(fields).encode())))
+    assert (response["tokens"], response["count"], response["token_strs"]) == (expected, len(expected), None)
     plain = {name: fields[name] for name in ("prompt", "messages") if name in fields}
     if plain != fields and fields.get("tool_choice") != "none":
-        assert told["tokens"] != list(start(completions, path, plain).request.prompt_token_ids)
+        assert response["tokens"] != list(start(completions, path, plain).request.prompt_token_ids)
 
 
-def test_tokenizing_tells_the_pieces_of_the_vocabulary_where_they_are_wanted() -> None:
+def test_tokenize_returns_token_strings_if_requested() -> None:
     completions = completions_of(byte_fallback_tokenizer())
-    told = asyncio.run(completions.tokenize_prompt(TokenizeBody(prompt="the river", return_token_strs=True)))
-    assert told["token_strs"] == ["<s>", "\u2581the", "\u2581river"]
+    response = asyncio.run(completions.tokenize_prompt(TokenizeBody(prompt="the river", return_token_strs=True)))
+    assert response["token_strs"] == ["<s>", "\u2581the", "\u2581river"]
 
 
 @pytest.mark.parametrize(
@@ -354,8 +356,8 @@ def test_tokenizing_tells_the_pieces_of_the_vocabulary_where_they_are_wanted() -
         ({"prompt": "a", "messages": TALK}, "prompt"),
     ],
 )
-def test_tokenizing_refuses_what_the_request_would_be_refused_for(fields: dict[str, Any], param: str) -> None:
-    completions = completions_of(byte_fallback_tokenizer(chat_template=TELLING_TEMPLATE))
+def test_tokenize_refuses_the_same_fields_as_the_request(fields: dict[str, Any], param: str) -> None:
+    completions = completions_of(byte_fallback_tokenizer(chat_template=TEMPLATE))
     with pytest.raises(ApiError) as caught:
         asyncio.run(completions.tokenize_prompt(parse_body(TokenizeBody, json.dumps(fields).encode())))
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -386,7 +388,7 @@ JSON = st.recursive(
 @given(raw=st.one_of(st.binary(), JSON.map(lambda value: json.dumps(value).encode())))
 @settings(deadline=None)
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, AbortBody])
-def test_no_body_raises_anything_but_an_api_error(kind: type[Any], raw: bytes) -> None:
+def test_no_body_raises_an_error_other_than_an_api_error(kind: type[Any], raw: bytes) -> None:
     assert_at_most_one_sentence(lambda: parse_body(kind, raw))
 
 
@@ -395,7 +397,7 @@ FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields})
 
 @given(path=st.sampled_from(["chat", "text"]), fields=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3))
 @settings(deadline=None, max_examples=300)
-def test_no_value_of_any_field_raises_anything_but_an_api_error(
+def test_no_value_of_a_field_raises_an_error_other_than_an_api_error(
     completions: Completions, path: str, fields: dict[str, Any]
 ) -> None:
     body = {"messages": MESSAGES, "prompt": "hello", **fields}
@@ -416,9 +418,7 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(
     ids=["numbers", "others", "null", "no call", "no tools", "FastDeploy's", "null within"],
 )
 @pytest.mark.parametrize("path", ["chat", "text"])
-def test_fields_that_say_what_holds_anyway_change_nothing(
-    completions: Completions, path: str, fields: dict[str, Any]
-) -> None:
+def test_fields_with_default_values_change_nothing(completions: Completions, path: str, fields: dict[str, Any]) -> None:
     plain = {"messages": MESSAGES, "prompt": "hello"}
     expected, request = (start(completions, path, {**plain, **more}).request for more in ({}, fields))
     assert request.prompt_token_ids == expected.prompt_token_ids
@@ -435,7 +435,7 @@ def test_fields_that_say_what_holds_anyway_change_nothing(
     ],
 )
 @pytest.mark.parametrize("path", ["chat", "text"])
-def test_the_checkpoints_numbers_hold_for_requests_that_do_not_say_their_own(
+def test_requests_without_sampling_fields_use_the_checkpoints_defaults(
     word_tokenizer: Any, path: str, fields: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
@@ -445,7 +445,7 @@ def test_the_checkpoints_numbers_hold_for_requests_that_do_not_say_their_own(
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == expected
 
 
-def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_tokenizer: Any) -> None:
+def test_min_tokens_is_refused_if_every_token_ends_the_response(word_tokenizer: Any) -> None:
     generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
     ends = frozenset({0, 2})
     completions = Completions(generations, word_tokenizer, "m", MAX_MODEL_LEN, VOCAB_SIZE, eos_token_ids=ends)
@@ -467,7 +467,7 @@ def test_min_tokens_of_an_answer_that_every_token_would_end_is_refused(word_toke
     ],
     ids=["no limit", "the client's limit", "preempted", "preempted beyond it"],
 )
-def test_a_client_that_gives_no_limit_gets_the_checkpoints(
+def test_a_request_without_max_tokens_uses_the_checkpoints_limit(
     word_tokenizer: Any, fields: dict[str, Any], max_tokens: int
 ) -> None:
     generations = Generations(SharedParts(None, word_tokenizer, "mixed", 16, None))  # type: ignore[arg-type]
@@ -520,7 +520,7 @@ def test_more_messages_than_the_context_has_tokens_are_not_rendered(
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_unknown_fields_are_let_through() -> None:
+def test_unknown_fields_are_accepted() -> None:
     body = parse_body(ChatBody, json.dumps({"messages": MESSAGES, "metadata": {"a": 1}, "store": True}).encode())
     assert body.messages == MESSAGES
 
@@ -542,7 +542,7 @@ def test_unknown_fields_are_let_through() -> None:
         (CompletionBody, {"stop_token_ids": [4, 5], "ignore_eos": True, "min_tokens": 2}, {"min_tokens": 2}),
     ],
 )
-def test_sampling_fields_keep_openais_meaning(
+def test_sampling_fields_have_openais_meaning(
     kind: type[GenerationBody], body: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     raw = json.dumps({"messages": MESSAGES, "prompt": "a", **body}).encode()
@@ -560,9 +560,7 @@ def test_sampling_fields_keep_openais_meaning(
         ("text", {"prompt": " the" * 5000}, "context_length_exceeded"),
     ],
 )
-def test_a_refusal_has_the_code_that_fastdeploy_gives_it(
-    completions: Completions, path: str, body: Any, code: str
-) -> None:
+def test_an_error_has_the_same_code_as_in_fastdeploy(completions: Completions, path: str, body: Any, code: str) -> None:
     with pytest.raises(ApiError) as caught:
         start(completions, path, body)
     assert (caught.value.code, caught.value.body["error"]["code"]) == (code, code)
@@ -580,7 +578,7 @@ def test_a_refusal_has_the_code_that_fastdeploy_gives_it(
         *((409, "invalid_request_error"), (499, "invalid_request_error"), (500, "internal_error")),
     ],
 )
-def test_an_error_says_whose_fault_it_is(status: int, kind: str) -> None:
+def test_the_type_of_an_error_depends_on_its_status(status: int, kind: str) -> None:
     assert error_body(status, "so", param="p", code="c") == {
         "error": {"message": "so", "type": kind, "param": "p", "code": "c"}
     }

@@ -1,4 +1,4 @@
-"""One engine behind HTTP in this process, for the clients of all APIs."""
+"""An engine with an HTTP server in this process, for the clients of all APIs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
 
 @pytest.fixture(scope="package")
 def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
-    """What serves, ``url`` among it."""
+    """The parts of the instance, and its ``url``."""
     with Engine(few_words, num_blocks=128) as engine:
         generations = Generations(
             SharedParts(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())

@@ -1,9 +1,9 @@
-"""Greedy answers equal transformers' own, however the work is cut into chunks, batches, blocks and loads.
+"""Greedy responses are equal to those of transformers, with any chunks, batches, blocks and loads.
 
-One architecture; ``test_equality.py`` has the others, with everything on.
+One architecture. ``test_equality.py`` has the others, with all features on.
 
-Expected tokens come from random float32 weights. Two ways to sum the same numbers may differ in the last bits, so
-an answer is compared up to the first token whose lead over the runner-up is too small to survive that.
+The weights are random float32 numbers. Sums of the same numbers in another order may differ in the last bits, so the
+tests compare a response only up to the first token without a clear lead over the second likeliest one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.waiting import wait_until
 BLOCK = 16
 NEAR_TIE = 1e-3
 MAX_TOKENS = 20
-# Around the borders of blocks, and of chunks of 24 tokens.
+# Around the boundaries of blocks, and of chunks of 24 tokens.
 LENGTHS = (1, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100)
 
 
@@ -44,12 +44,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 PROMPTS = [prompt_of(length) for length in LENGTHS]
-PROMPTS += [PROMPTS[-1][:48] + prompt_of(9, seed) for seed in (1, 2, 3)]  # a shared beginning of three blocks
+PROMPTS += [PROMPTS[-1][:48] + prompt_of(9, seed) for seed in (1, 2, 3)]  # a shared prefix of three blocks
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A reference answer and how many of its tokens are clear choices."""
+    """A reference response, and the number of its tokens with a clear lead."""
 
     tokens: list[int]
     num_clear: int
@@ -59,7 +59,7 @@ class Expected:
 
 
 class Reference:
-    """transformers' own generation from a checkpoint."""
+    """Generates with transformers from a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder)
@@ -93,7 +93,7 @@ class Checkpoint:
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A checkpoint, and its reference's answers, which are asked for once."""
+    """A checkpoint, and its reference, which generates each response once."""
     folder = write_checkpoint(CHECKPOINTS["qwen2-grouped-untied"](), tmp_path_factory.mktemp("models") / "qwen2")
     return Checkpoint(folder, Reference(folder))
 
@@ -104,7 +104,7 @@ def test_the_reference_makes_clear_and_varied_choices(qwen2: Checkpoint) -> None
     assert len({tuple(answer.tokens) for answer in expected}) > len(expected) / 2
 
 
-def test_a_repetition_penalty_is_transformers_and_each_answers_own(qwen2: Checkpoint, tmp_path: Path) -> None:
+def test_each_response_has_its_own_repetition_penalty_as_in_transformers(qwen2: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(qwen2.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3}))
     penalized = Reference(tmp_path)
@@ -127,9 +127,9 @@ def test_a_prefix_in_the_own_cache_is_not_computed_again(qwen2: Checkpoint) -> N
 
 @pytest.fixture(params=["direct", "staged"])
 def transfers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How blocks get to the pool: out of KV memory itself, or through host memory as on a GPU, a few at a time.
+    """Save and load blocks directly, or through staging buffers for a few blocks, as on a GPU.
 
-    All that the pool has is loaded, also where a busy machine makes computing quicker.
+    The engine loads all blocks of the pool, even if computing would be faster on a busy machine.
     """
     monkeypatch.setattr(LoadOrCompute, "decide", lambda *_: "load")
     monkeypatch.setattr("engine.pool.staging.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
@@ -140,7 +140,7 @@ def transfers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @contextlib.contextmanager
 def two_engines(folder: Path, **more: Any) -> Iterator[tuple[Engine, Engine]]:
-    """Two instances over one pool."""
+    """Start two instances with one pool."""
     store = MemoryStore(64 << 20)
     with Engine(folder, store=store, **more) as one, Engine(folder, store=store, **more) as other:
         yield one, other
@@ -148,19 +148,19 @@ def two_engines(folder: Path, **more: Any) -> Iterator[tuple[Engine, Engine]]:
 
 @pytest.mark.usefixtures("transfers")
 class TestPool:
-    def test_answers_from_blocks_that_another_instance_computed_are_the_same(self, qwen2: Checkpoint) -> None:
+    def test_responses_with_blocks_of_another_instance_are_the_same(self, qwen2: Checkpoint) -> None:
         with two_engines(qwen2.folder) as (one, other):
-            prompts = PROMPTS[: len(LENGTHS)]  # those that share nothing
+            prompts = PROMPTS[: len(LENGTHS)]  # these have no common prefix
             for prompt in prompts:
                 one.answer(prompt, 1)
             answers = [other.begin(prompt, MAX_TOKENS) for prompt in prompts]
             for prompt, answering in zip(prompts, answers, strict=True):
                 assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
-                # All full blocks but one that ends with the last token, which is always computed.
+                # All full blocks except one that ends with the last token, which is always computed.
                 assert answering.sequence.pool_cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
                 assert answering.sequence.own_cached_tokens == 0
 
-    def test_answers_stay_the_same_while_a_small_instance_loads_saves_and_preempts(self, qwen2: Checkpoint) -> None:
+    def test_responses_are_the_same_if_a_small_instance_loads_saves_and_preempts(self, qwen2: Checkpoint) -> None:
         with two_engines(qwen2.folder, num_blocks=9, max_num_seqs=5, budget=7, save_outputs=True) as (one, other):
             for engine in (one, other):
                 answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
@@ -171,7 +171,7 @@ class TestPool:
                 engine.wait_until_idle()
             assert other.metric("kvstore_pool_cached_tokens_total") > 0
 
-    def test_another_salt_does_not_hit(self, qwen2: Checkpoint) -> None:
+    def test_a_prompt_with_another_salt_is_a_miss(self, qwen2: Checkpoint) -> None:
         with two_engines(qwen2.folder) as (one, other):
             prompt = PROMPTS[-4]
             one.answer(prompt, salt="tenant")
@@ -181,7 +181,7 @@ class TestPool:
             assert hit.wait() == miss.wait()
 
     @pytest.mark.parametrize(("save_outputs", "cached"), [(True, 48), (False, 32)])
-    def test_output_caching_lets_a_follow_up_hit_generated_blocks(
+    def test_the_next_turn_hits_generated_blocks_with_output_caching(
         self, qwen2: Checkpoint, save_outputs: bool, cached: int
     ) -> None:
         with two_engines(qwen2.folder, save_outputs=save_outputs) as (one, other):
@@ -192,7 +192,7 @@ class TestPool:
             assert qwen2.reference([*prompt, *answer, *prompt_of(5)]).matches(follow_up.wait())
 
 
-def test_generated_blocks_are_in_the_pool_as_they_fill_up_and_a_next_turn_elsewhere_may_begin_at_once(
+def test_generated_blocks_are_saved_when_they_are_full_and_another_instance_can_load_them(
     qwen2: Checkpoint,
 ) -> None:
     store = MemoryStore(64 << 20)
@@ -207,8 +207,8 @@ def test_generated_blocks_are_in_the_pool_as_they_fill_up_and_a_next_turn_elsewh
         one.core.abort_sequence(answering.sequence)
 
 
-def test_what_was_generated_before_a_preemption_is_not_computed_again(qwen2: Checkpoint) -> None:
-    # Own cache and pool both: its blocks are taken from it, and what it needs again comes from the pool.
+def test_tokens_from_before_a_preemption_are_not_computed_again(qwen2: Checkpoint) -> None:
+    # The sequence loses its blocks, and loads them from the pool.
     with Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, save_outputs=True) as engine:
         asked = engine.begin_at_once([prompt_of(24, seed) for seed in (1, 2)], 90)
         for one in asked:
@@ -221,11 +221,11 @@ def test_what_was_generated_before_a_preemption_is_not_computed_again(qwen2: Che
         assert follow_up.own_cached_tokens + follow_up.pool_cached_tokens == 112
 
 
-def test_cached_tokens_say_where_the_prompt_was_found_when_it_first_ran(qwen2: Checkpoint) -> None:
+def test_cached_tokens_are_those_of_the_first_run_of_a_preempted_prompt(qwen2: Checkpoint) -> None:
     long = prompt_of(72)
     engine = Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, budget=2, max_num_seqs=2, start=False)
-    # While one more token a step is all that is left of the budget for the long prompt, the second request takes
-    # block after block from it, so that the long one begins anew and loads what it had saved.
+    # The long prompt gets only one token of the budget per step. The second request takes its blocks meanwhile, so the
+    # long prompt begins again, and loads its saved blocks.
     requests = [engine.begin(long[:33], 1), engine.begin([1], 130), engine.begin(long, 1)]
     engine.core.start()
     with engine:
@@ -236,11 +236,11 @@ def test_cached_tokens_say_where_the_prompt_was_found_when_it_first_ran(qwen2: C
         assert (preempted.own_cached_tokens, preempted.pool_cached_tokens) == (32, 0)
 
 
-def test_two_models_on_one_pool_never_read_each_others_blocks(
+def test_two_models_with_one_pool_do_not_load_each_others_blocks(
     qwen2: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     twin_config = CHECKPOINTS["qwen2-grouped-untied"]()
-    twin_config.initializer_range = 0.31  # same shapes, same names, other weights
+    twin_config.initializer_range = 0.31  # equal shapes and names, and other weights
     folder = write_checkpoint(twin_config, tmp_path_factory.mktemp("models") / "twin")
     store = MemoryStore(64 << 20)
     with Engine(qwen2.folder, store=store) as one, Engine(folder, store=store) as twin:

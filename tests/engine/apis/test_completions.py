@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form when something is amiss, which the server's own tests cannot bring about."""
+"""OpenAI's APIs: faults and fields that the tests of the server cannot cover."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def completions_of(engine: Engine, tokenizer: Any, max_model_len: int) -> Comple
 
 
 class HangingTokenizer:
-    """A tokenizer that encodes nothing before it is let go."""
+    """A tokenizer that hangs until ``go_on`` is set."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +69,7 @@ def body_of(**fields: Any) -> CompletionBody:
 
 
 async def events_of(completions: Completions, **fields: Any) -> list[Any]:
-    """The events' JSON; the ``[DONE]`` that must end them is left out."""
+    """Return the JSON of the events, without the final ``[DONE]``."""
     *events, done = [
         event async for event in (await completions.begin_completion(body_of(stream=True, **fields))).stream_events()
     ]
@@ -80,7 +80,7 @@ async def events_of(completions: Completions, **fields: Any) -> list[Any]:
 
 @pytest.mark.usefixtures("broken_model")
 @in_event_loop
-async def test_an_engine_that_fails_is_a_500(completions: Completions) -> None:
+async def test_a_failure_of_the_engine_is_a_500(completions: Completions) -> None:
     with pytest.raises(ApiError, match="the engine failed while computing this request") as caught:
         await (await completions.begin_completion(body_of())).collect_whole()
     assert caught.value.status == 500
@@ -89,49 +89,49 @@ async def test_an_engine_that_fails_is_a_500(completions: Completions) -> None:
 
 @pytest.mark.usefixtures("broken_model")
 @in_event_loop
-async def test_an_engine_that_fails_ends_a_stream_with_an_error(completions: Completions) -> None:
+async def test_a_failure_of_the_engine_ends_a_stream_with_an_error(completions: Completions) -> None:
     (event,) = await events_of(completions)
     assert event["error"]["message"].startswith("the engine failed while computing this request")
 
 
 @in_event_loop
-async def test_usage_may_come_with_every_event(completions: Completions) -> None:
+async def test_every_event_can_have_usage(completions: Completions) -> None:
     events = await events_of(completions, stream_options={"continuous_usage_stats": True}, logprobs=0)
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4]
 
 
 @in_event_loop
-async def test_tokens_that_are_parts_of_characters_are_told_apart_by_their_bytes(completions: Completions) -> None:
+async def test_tokens_that_are_parts_of_characters_have_different_bytes(completions: Completions) -> None:
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "x"}], "prompt_token_ids": [1, 2, 3], "max_tokens": 60, "seed": 1}
         | {"logprobs": True, "temperature": 9, "return_token_ids": True}
     )
     (choice,) = (await (await completions.begin_chat(body)).collect_whole())["choices"]
-    told = {bytes(token["bytes"]) for token in choice["logprobs"]["content"]}
-    assert len(told) == len(set(choice["message"]["completion_token_ids"])) > 20
+    found = {bytes(token["bytes"]) for token in choice["logprobs"]["content"]}
+    assert len(found) == len(set(choice["message"]["completion_token_ids"])) > 20
 
 
-@pytest.mark.parametrize("num_rivals", [0, 1, 5])
+@pytest.mark.parametrize("num_likeliest", [0, 1, 5])
 @in_event_loop
-async def test_the_chosen_token_is_always_among_the_likeliest_of_a_completion(
-    completions: Completions, num_rivals: int
+async def test_the_top_logprobs_of_a_completion_always_contain_the_chosen_token(
+    completions: Completions, num_likeliest: int
 ) -> None:
-    fields: dict[str, Any] = {"logprobs": num_rivals, "temperature": 9, "seed": 1, "max_tokens": 60}
+    fields: dict[str, Any] = {"logprobs": num_likeliest, "temperature": 9, "seed": 1, "max_tokens": 60}
     (choice,) = (await (await completions.begin_completion(body_of(**fields))).collect_whole())["choices"]
-    told = choice["logprobs"]
-    for token, value, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+    logprobs = choice["logprobs"]
+    for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
         assert top[token] == value
-        assert num_rivals <= len(top) <= num_rivals + 1  # so each token has a name of its own
-    parts = [token for token in told["tokens"] if token.startswith("bytes:\\x")]
+        assert num_likeliest <= len(top) <= num_likeliest + 1  # so each token has its own name
+    parts = [token for token in logprobs["tokens"] if token.startswith("bytes:\\x")]
     assert len(parts) > 5
-    assert len(set(told["tokens"])) > 20
+    assert len(set(logprobs["tokens"])) > 20
     events = await events_of(completions, **fields)
     pieces = [event["choices"][0]["logprobs"] for event in events]
-    assert {name: [value for piece in pieces for value in piece[name]] for name in told} == told
+    assert {name: [value for piece in pieces for value in piece[name]] for name in logprobs} == logprobs
 
 
 @in_event_loop
-async def test_a_tokens_offset_is_its_place_in_the_text(characters_in_parts: Path) -> None:
+async def test_the_offset_of_a_token_is_its_position_in_the_text(characters_in_parts: Path) -> None:
     tokenizer = load_tokenizer(str(characters_in_parts))
     with Engine(characters_in_parts) as engine:
         fields: dict[str, Any] = {"prompt": " the river", "logprobs": 0, "max_tokens": 64, "return_token_ids": True}
@@ -144,7 +144,7 @@ async def test_a_tokens_offset_is_its_place_in_the_text(characters_in_parts: Pat
 
 
 @in_event_loop
-async def test_what_openai_says_of_refusals_is_always_there(completions: Completions) -> None:
+async def test_refusals_of_openais_format_are_always_null(completions: Completions) -> None:
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "prompt_token_ids": [1, 2],
@@ -158,7 +158,7 @@ async def test_what_openai_says_of_refusals_is_always_there(completions: Complet
 
 
 @in_event_loop
-async def test_only_the_last_event_has_a_usage_and_the_others_say_that_they_have_none(completions: Completions) -> None:
+async def test_only_the_last_event_has_usage_and_it_is_null_in_the_others(completions: Completions) -> None:
     *others, last = await events_of(completions, stream_options={"include_usage": True})
     assert [event["usage"] for event in others] == [None] * 4
     assert last["usage"]["completion_tokens"] == 4
@@ -166,9 +166,9 @@ async def test_only_the_last_event_has_a_usage_and_the_others_say_that_they_have
 
 
 @in_event_loop
-async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
-    asked = await completions.begin_completion(body_of(return_token_ids=True))
-    (choice,) = (await asked.collect_whole())["choices"]
+async def test_responses_contain_token_ids_if_requested(completions: Completions) -> None:
+    response = await completions.begin_completion(body_of(return_token_ids=True))
+    (choice,) = (await response.collect_whole())["choices"]
     assert choice["prompt_token_ids"] == [1, 2, 3]
     assert len(choice["completion_token_ids"]) == 4
     first, *others = [
@@ -176,12 +176,12 @@ async def test_token_ids_come_when_asked_for(completions: Completions) -> None:
     ]
     assert first["prompt_token_ids"] == [1, 2, 3]
     assert all("prompt_token_ids" not in other for other in others)
-    streamed = [token for said in (first, *others) for token in said["completion_token_ids"]]
+    streamed = [token for each in (first, *others) for token in each["completion_token_ids"]]
     assert streamed == choice["completion_token_ids"]
 
 
 @in_event_loop
-async def test_a_stream_with_token_ids_begins_with_how_much_of_its_prompt_was_cached(completions: Completions) -> None:
+async def test_a_stream_with_token_ids_begins_with_the_cached_tokens_of_its_prompt(completions: Completions) -> None:
     options = {"stream_options": {"include_usage": True}}
     first, *others, last = await events_of(completions, return_token_ids=True, **options)
     assert first["choices"][0]["prompt_cache"] == last["usage"]["prompt_tokens_details"]
@@ -190,16 +190,14 @@ async def test_a_stream_with_token_ids_begins_with_how_much_of_its_prompt_was_ca
 
 
 @in_event_loop
-async def test_no_token_ids_unless_asked_for(completions: Completions) -> None:
+async def test_responses_contain_no_token_ids_by_default(completions: Completions) -> None:
     (choice,) = (await (await completions.begin_completion(body_of())).collect_whole())["choices"]
     assert not choice.keys() & {"prompt_token_ids", "completion_token_ids"}
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 2.0, "seed": 5}], ids=["greedy", "seeded"])
 @in_event_loop
-async def test_an_answer_goes_on_from_what_was_generated_before(
-    completions: Completions, params: dict[str, Any]
-) -> None:
+async def test_a_response_continues_from_earlier_tokens(completions: Completions, params: dict[str, Any]) -> None:
     async def ids(**fields: Any) -> tuple[list[int], Any]:
         answer = await (
             await completions.begin_completion(body_of(return_token_ids=True, **params, **fields))
@@ -213,7 +211,7 @@ async def test_an_answer_goes_on_from_what_was_generated_before(
 
 
 @in_event_loop
-async def test_ids_that_the_model_does_not_have_are_refused_where_they_stand(completions: Completions) -> None:
+async def test_the_error_for_an_invalid_token_id_names_its_field(completions: Completions) -> None:
     with pytest.raises(ApiError, match=r"completion_token_ids: token id 300 is not in \[0, 300\)"):
         await completions.begin_completion(body_of(completion_token_ids=[300]))
     with pytest.raises(ApiError, match=r"tokens: token id -1 is not in \[0, 300\)"):
@@ -221,16 +219,16 @@ async def test_ids_that_the_model_does_not_have_are_refused_where_they_stand(com
 
 
 @in_event_loop
-async def test_detokenizing_is_the_way_back_from_tokenizing(completions: Completions, word_tokenizer: Any) -> None:
-    told = await completions.tokenize_prompt(TokenizeBody(prompt="ab river"))
-    assert told["count"] == len(told["tokens"])
-    assert word_tokenizer.decode(told["tokens"]) == "ab river"
-    small = [token for token in told["tokens"] if token < 300]
+async def test_detokenize_reverses_tokenize(completions: Completions, word_tokenizer: Any) -> None:
+    tokenized = await completions.tokenize_prompt(TokenizeBody(prompt="ab river"))
+    assert tokenized["count"] == len(tokenized["tokens"])
+    assert word_tokenizer.decode(tokenized["tokens"]) == "ab river"
+    small = [token for token in tokenized["tokens"] if token < 300]
     assert completions.detokenize_tokens(DetokenizeBody(tokens=small)) == {"prompt": word_tokenizer.decode(small)}
 
 
 @in_event_loop
-async def test_tokenizing_takes_a_text_or_messages(completions: Completions) -> None:
+async def test_tokenize_accepts_a_text_or_messages(completions: Completions) -> None:
     with pytest.raises(ApiError, match="messages; this body has neither"):
         await completions.tokenize_prompt(TokenizeBody())
     messages = [{"role": "user", "content": "river"}]
@@ -239,7 +237,7 @@ async def test_tokenizing_takes_a_text_or_messages(completions: Completions) -> 
 
 
 @in_event_loop
-async def test_while_a_long_text_is_encoded_others_are_served(engine: Engine, word_tokenizer: Any) -> None:
+async def test_other_requests_are_served_while_a_long_text_is_encoded(engine: Engine, word_tokenizer: Any) -> None:
     tokenizer = HangingTokenizer(word_tokenizer)
     completions = completions_of(engine, tokenizer, 2000)
     tokenizing = asyncio.create_task(completions.tokenize_prompt(TokenizeBody(prompt=" river" * 1000)))
@@ -250,7 +248,7 @@ async def test_while_a_long_text_is_encoded_others_are_served(engine: Engine, wo
 
 
 @in_event_loop
-async def test_a_fault_of_the_server_is_an_openai_error_too() -> None:
+async def test_a_fault_of_the_server_is_an_error_in_openais_format() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -267,14 +265,14 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 
 
 @pytest.fixture
-def wordy(few_words: Path, word_tokenizer: Any) -> Iterator[Completions]:
-    """Of a model that has all of the tokenizer's words."""
+def word_completions(few_words: Path, word_tokenizer: Any) -> Iterator[Completions]:
+    """A ``Completions`` of a model with all words of the tokenizer."""
     with Engine(few_words) as running:
         yield completions_of(running, word_tokenizer, 200)
 
 
 def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]:
-    """The hints of a chat's request: tokens and seconds."""
+    """Return the hints of a chat request: tokens and seconds."""
 
     async def begin() -> list[tuple[int, float]]:
         response = await completions.begin_chat(ChatBody(max_tokens=1, **fields))
@@ -283,36 +281,36 @@ def hints_of(completions: Completions, **fields: Any) -> list[tuple[int, float]]
     return asyncio.run(begin())
 
 
-def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(wordy: Completions) -> None:
+def test_a_hint_at_a_message_or_a_part_is_counted_in_tokens(word_completions: Completions) -> None:
     part = {"type": "text", "text": "where is", "cache_control": HOUR}
     rest = {"type": "text", "text": " the river"}
     plain = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "where is the river"}]
     marked = [{**plain[0], "cache_control": HOUR}, {"role": "user", "content": [part, rest]}]
-    assert hints_of(wordy, messages=plain) == []
-    (system, one), (until_part, other) = hints_of(wordy, messages=marked)
-    [(whole, minutes)] = hints_of(wordy, messages=plain, cache_control={"type": "ephemeral"})
+    assert hints_of(word_completions, messages=plain) == []
+    (system, one), (until_part, other) = hints_of(word_completions, messages=marked)
+    [(whole, minutes)] = hints_of(word_completions, messages=plain, cache_control={"type": "ephemeral"})
     assert 0 < system < until_part < whole
     assert (one, other, minutes) == (3600, 3600, 300)
 
 
-def test_a_hint_that_is_none_is_refused_with_its_place(wordy: Completions) -> None:
+def test_the_error_for_an_invalid_hint_has_its_field(word_completions: Completions) -> None:
     message = {"role": "user", "content": "hi", "cache_control": {"type": "ephemeral", "ttl": "9d"}}
     with pytest.raises(ApiError, match=r"messages\.0\.cache_control\.ttl: Input should be a time such as 5m or 1h"):
-        hints_of(wordy, messages=[message])
+        hints_of(word_completions, messages=[message])
     with pytest.raises(ApiError, match=r"messages: 5 messages or parts have a hint .*; at most 4 may have one"):
-        hints_of(wordy, messages=[{**message, "cache_control": HOUR}] * 5)
+        hints_of(word_completions, messages=[{**message, "cache_control": HOUR}] * 5)
 
 
-def test_a_hint_that_the_template_cannot_render_up_to_is_passed_over(
-    wordy: Completions, monkeypatch: pytest.MonkeyPatch
+def test_a_hint_is_ignored_if_the_template_cannot_render_the_messages_before_it(
+    word_completions: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    render = wordy._render_chat
+    render = word_completions._render_chat
 
-    def needs_a_question(body: Any, messages: list[dict[str, Any]], **more: Any) -> str:
+    def render_with_question(body: Any, messages: list[dict[str, Any]], **more: Any) -> str:
         if messages[-1]["role"] == "system":
             raise ApiError(400, "there is no question")
         return render(body, messages, **more)
 
-    monkeypatch.setattr(wordy, "_render_chat", needs_a_question)
+    monkeypatch.setattr(word_completions, "_render_chat", render_with_question)
     messages = [{"role": "system", "content": "be kind", "cache_control": HOUR}, {"role": "user", "content": "hi"}]
-    assert hints_of(wordy, messages=messages) == []
+    assert hints_of(word_completions, messages=messages) == []

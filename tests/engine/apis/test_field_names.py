@@ -1,4 +1,4 @@
-"""What is wrong is told in the names of the API that was asked, whatever the field is called in chat."""
+"""Errors have the field names of the requested API, not those of the chat API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRONG: list[Any] = [-5, "wrong", {"a": 1}, ["x"] * 17, "x" * 9999, [{"role": "us
 
 
 @pytest.mark.parametrize("path", PLAIN)
-def test_an_error_names_a_field_that_the_client_sent(served: SimpleNamespace, path: str) -> None:
+def test_an_error_names_a_field_of_the_request(served: SimpleNamespace, path: str) -> None:
     fields = sorted({*KINDS[path].model_fields, *PASSED_ON} - {"model", "previous_response_id"})
     refused = set()
     with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
@@ -35,7 +35,7 @@ def test_an_error_names_a_field_that_the_client_sent(served: SimpleNamespace, pa
                 assert answer.status_code == 400, (name, value, error)
                 if path == "/v1/responses":
                     assert str(error["param"]).partition(".")[0] in sent, (name, value, error)
-                told = error["message"].partition(":")[0].partition(".")[0]
-                assert told in sent or told.startswith("the prompt has"), (name, value, error)
+                field = error["message"].partition(":")[0].partition(".")[0]
+                assert field in sent or field.startswith("the prompt has"), (name, value, error)
                 refused.add(name)
     assert len(refused) > len(fields) / 2

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, spoken to with Anthropic's own client."""
+"""Anthropic's Messages API, tested with Anthropic's client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def client(served: SimpleNamespace) -> Iterator[anthropic.Anthropic]:
 
 
 def ask(client: anthropic.Anthropic, messages: Any = QUESTION, **more: Any) -> Any:
-    # Its own arguments have no temperature any more.
+    # The client has no argument for the temperature.
     extra_body = {"temperature": 0, **more.pop("extra_body", {})}
     fields = {"max_tokens": 8, "extra_body": extra_body, **more}
     return client.messages.create(model=MODEL, messages=messages, **fields)
@@ -45,21 +45,19 @@ def count_prompt(usage: anthropic.types.Usage) -> int:
 def test_a_message_has_the_text_and_the_usage_of_chat(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
     message = ask(client, system="be kind")
     again = ask(client, system=[{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}])
-    asked = chat(served, [{"role": "system", "content": "be kind"}, *QUESTION])
+    chat_response = chat(served, [{"role": "system", "content": "be kind"}, *QUESTION])
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
     assert message.id.startswith("msg_")
-    assert message.content[0].text == again.content[0].text == asked["choices"][0]["message"]["content"] != ""
+    assert message.content[0].text == again.content[0].text == chat_response["choices"][0]["message"]["content"] != ""
     assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
-    usage, prompt = again.usage, asked["usage"]["prompt_tokens"]
-    assert usage.cache_read_input_tokens == asked["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    usage, prompt = again.usage, chat_response["usage"]["prompt_tokens"]
+    assert usage.cache_read_input_tokens == chat_response["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert (count_prompt(usage), usage.output_tokens) == (prompt, 8)
 
 
-def test_the_tokens_that_are_cached_from_now_on_are_counted_in_both_apis(
-    served: SimpleNamespace, client: anthropic.Anthropic
-) -> None:
+def test_both_apis_count_newly_cached_tokens(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
     """OpenAI: ``openai.types.completion_usage.PromptTokensDetails.cache_write_tokens``."""
-    texts = [f"{number} a prompt that nobody has sent before, of some blocks " * 4 for number in (1, 2)]
+    texts = [f"{number} a new prompt of this test, which has some blocks " * 4 for number in (1, 2)]
     messages: list[list[Any]] = [[{"role": "user", "content": text}] for text in texts]
     first, again = (ask(client, messages[0]).usage for _ in range(2))
     chats = [openai.types.CompletionUsage.model_validate(chat(served, messages[1])["usage"]) for _ in range(2)]
@@ -70,14 +68,14 @@ def test_the_tokens_that_are_cached_from_now_on_are_counted_in_both_apis(
     assert [each.cache_write_tokens for each in details if each] == [first.cache_creation_input_tokens, 0]
 
 
-def test_a_stop_sequence_is_told(client: anthropic.Anthropic) -> None:
+def test_a_response_reports_its_stop_sequence(client: anthropic.Anthropic) -> None:
     word = ask(client).content[0].text.split()[2]
-    message = ask(client, stop_sequences=["never said", f" {word}"])
+    message = ask(client, stop_sequences=["never generated", f" {word}"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", f" {word}")
     assert len(message.content[0].text.split()) == 2
 
 
-def test_a_stream_is_the_apis_typed_events_in_their_order(client: anthropic.Anthropic) -> None:
+def test_a_stream_has_the_typed_events_of_the_api_in_order(client: anthropic.Anthropic) -> None:
     whole = ask(client)
     events = list(ask(client, stream=True))
     kinds = ["message_start", "content_block_start", *["content_block_delta"] * 8, "content_block_stop"]
@@ -91,7 +89,7 @@ def test_a_stream_is_the_apis_typed_events_in_their_order(client: anthropic.Anth
     assert start.cache_read_input_tokens == whole_usage.cache_read_input_tokens
 
 
-def test_the_clients_own_stream_helper_finds_the_whole_message(client: anthropic.Anthropic) -> None:
+def test_the_stream_helper_of_the_client_returns_the_whole_message(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model=MODEL, messages=QUESTION, max_tokens=8, extra_body={"temperature": 0}) as stream:
         message: Any = stream.get_final_message()
     whole = ask(client)
@@ -99,7 +97,7 @@ def test_the_clients_own_stream_helper_finds_the_whole_message(client: anthropic
     assert message.usage.output_tokens == 8
 
 
-def test_a_last_message_of_the_assistants_is_continued(client: anthropic.Anthropic) -> None:
+def test_a_last_message_of_the_assistant_is_continued(client: anthropic.Anthropic) -> None:
     whole = ask(client).content[0].text
     begun = " ".join(whole.split(" ")[:4])
     rest = ask(client, [*QUESTION, {"role": "assistant", "content": begun}], max_tokens=5)
@@ -124,7 +122,7 @@ def test_a_last_message_of_the_assistants_is_continued(client: anthropic.Anthrop
         ({"messages": [{"role": "user", "content": "x" * 9999}]}, "the prompt has at least"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_told_why(
+def test_the_error_says_why_a_request_cannot_be_served(
     served: SimpleNamespace, fields: dict[str, Any], sentence: str
 ) -> None:
     body = {"model": MODEL, "messages": QUESTION, "max_tokens": 5, **fields}
@@ -135,7 +133,7 @@ def test_a_request_that_cannot_be_served_is_told_why(
     assert sentence in answer.json()["error"]["message"]
 
 
-def test_an_id_that_has_the_prefix_of_answers_gets_no_other_one(
+def test_an_id_with_the_prefix_of_responses_gets_no_second_prefix(
     served: SimpleNamespace, client: anthropic.Anthropic
 ) -> None:
     assert ask(client, extra_body={"request_id": "msg_a"}).id == "msg_a"
@@ -144,15 +142,13 @@ def test_an_id_that_has_the_prefix_of_answers_gets_no_other_one(
 
 
 @pytest.mark.parametrize("more", [{}, {"system": "be kind"}, {"system": [{"type": "text", "text": "be brief"}]}])
-def test_the_tokens_of_a_prompt_are_counted_without_an_answer(
-    client: anthropic.Anthropic, more: dict[str, Any]
-) -> None:
+def test_count_tokens_counts_the_tokens_of_a_prompt(client: anthropic.Anthropic, more: dict[str, Any]) -> None:
     usage = ask(client, **more).usage
-    counted = client.messages.count_tokens(model=MODEL, messages=QUESTION, **more)
-    assert counted.input_tokens == count_prompt(usage) > 0
+    count = client.messages.count_tokens(model=MODEL, messages=QUESTION, **more)
+    assert count.input_tokens == count_prompt(usage) > 0
 
 
-def test_counting_refuses_in_the_apis_shape(client: anthropic.Anthropic) -> None:
+def test_count_tokens_returns_errors_in_the_format_of_the_api(client: anthropic.Anthropic) -> None:
     with pytest.raises(
         anthropic.BadRequestError, match=r"tools: it is .* this engine does not support " r"tools"
     ) as caught:
@@ -160,7 +156,7 @@ def test_counting_refuses_in_the_apis_shape(client: anthropic.Anthropic) -> None
     assert caught.value.body["type"] == "error"  # type: ignore[index]
 
 
-def test_other_errors_have_the_apis_shape_too(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
+def test_other_errors_have_the_format_of_the_api(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
     answer = httpx.get(f"{served.url}/v1/messages", timeout=60, trust_env=False)
     assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
@@ -177,17 +173,17 @@ def test_an_aborted_message_ends_with_an_error(served: SimpleNamespace, client: 
         found.append(caught.value)
 
     for is_stream in (True, False):
-        asking = threading.Thread(target=ask_long, args=(is_stream,))
-        asking.start()
+        thread = threading.Thread(target=ask_long, args=(is_stream,))
+        thread.start()
         wait_until(lambda: served.generations.num_live, "the request to run")
         aborted = httpx.post(f"{served.url}/v1/abort_requests", json={"req_ids": ["msg_long"]}, trust_env=False)
         assert aborted.json()["aborted"] == ["long"]
-        asking.join()
+        thread.join()
     assert len(found) == 2
     assert all("the request was aborted before its response ended" in str(error) for error in found)
 
 
-def test_an_engine_that_fails_is_an_error(
+def test_a_failure_of_the_engine_is_an_error(
     served: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: object) -> None:
@@ -200,7 +196,7 @@ def test_an_engine_that_fails_is_an_error(
         list(ask(client, stream=True))
 
 
-def test_cache_control_reaches_the_engine_and_changes_no_answer(
+def test_cache_control_reaches_the_engine_and_changes_no_response(
     served: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []

@@ -1,7 +1,7 @@
-"""Every field that a client of another engine may send is supported, refused, or known to change no answer here.
+"""Every field of another engine's requests is supported, refused, or known to change no response.
 
 ``request_fields.json`` has the fields of the other engines' requests, by engine and version. Where vLLM is installed,
-the recorded fields are compared with its own; those of OpenAI's API are read off its client.
+the recorded fields are compared with its own. The fields of OpenAI's API come from its client.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody, 
 RECORDED: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("request_fields.json").read_text())
 KINDS: dict[str, type[GenerationBody]] = {"chat": ChatBody, "text": CompletionBody}
 
-CHANGES_NO_ANSWER = frozenset(
+CHANGES_NO_RESPONSE = frozenset(
     {
-        # who asks, in which order, and what is kept of it
+        # the client, priorities and storage
         *(
             "custom_labels",
             "data_parallel_rank",
@@ -33,11 +33,11 @@ CHANGES_NO_ANSWER = frozenset(
             "priority",
         ),
         *("safety_identifier", "service_tier", "session_id", "store", "trace_context"),
-        # of images and sound, which are refused themselves
+        # for images and sound, which are refused
         *("ec_transfer_params", "images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch"),
         *("mm_hashes", "mm_payload", "mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video", "video_config"),
         "video_fps",
-        # more to read beside the answer
+        # additional output
         *(
             "collect_metrics",
             "include_draft_logprobs",
@@ -48,10 +48,10 @@ CHANGES_NO_ANSWER = frozenset(
         *("return_output_ids_in_sglext", "return_prompt_text", "return_prompt_token_ids", "return_routed_experts"),
         *("return_sampling_mask", "return_spec_tokens_details", "return_token_offsets", "routed_experts_prompt_start"),
         "routed_experts_start_len",
-        # how a stream is cut, and how tools and thinking are read off a text that this engine gives as it is
+        # pieces of a stream, and parsing of tools and reasoning, which this engine does not do
         *("max_streaming_response_tokens", "parallel_tool_calls", "separate_reasoning", "stream_interval"),
         "stream_reasoning",
-        # of truncate_prompt_tokens, which is refused itself
+        # for truncate_prompt_tokens, which is refused
         "truncation_side",
     }
 )
@@ -70,22 +70,22 @@ def list_fields() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_no_field_of_another_engine_is_passed_over_unless_it_changes_no_answer() -> None:
+def test_only_fields_that_change_no_response_are_ignored() -> None:
     unknown = [
         (engine, path, field)
         for engine, path, field in list_fields()
-        if field not in {*KINDS[path].model_fields, *KINDS[path].unsupported, *CHANGES_NO_ANSWER}
+        if field not in {*KINDS[path].model_fields, *KINDS[path].unsupported, *CHANGES_NO_RESPONSE}
     ]
     assert unknown == []
 
 
 def test_a_field_is_in_one_class_only() -> None:
     for kind in KINDS.values():
-        assert not CHANGES_NO_ANSWER & {*kind.model_fields, *kind.unsupported}
+        assert not CHANGES_NO_RESPONSE & {*kind.model_fields, *kind.unsupported}
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_a_refused_field_is_named_and_its_harmless_values_are_taken(path: str) -> None:
+def test_the_error_names_a_refused_field_and_its_harmless_values_are_accepted(path: str) -> None:
     kind = KINDS[path]
     plain: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}
     for name, (harmless, _) in kind.unsupported.items():
@@ -97,7 +97,7 @@ def test_a_refused_field_is_named_and_its_harmless_values_are_taken(path: str) -
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-def test_the_recorded_fields_are_those_of_the_installed_vllm() -> None:
+def test_the_recorded_fields_are_equal_to_those_of_the_installed_vllm() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 

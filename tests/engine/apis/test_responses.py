@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, spoken to with OpenAI's own client."""
+"""OpenAI's Responses API, tested with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def client(served: SimpleNamespace) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def respond(client: openai.OpenAI, given: Any = QUESTION, **more: Any) -> Any:
-    return client.responses.create(model=MODEL, input=given, **{"temperature": 0, "max_output_tokens": 8, **more})
+def respond(client: openai.OpenAI, input_items: Any = QUESTION, **more: Any) -> Any:
+    return client.responses.create(model=MODEL, input=input_items, **{"temperature": 0, "max_output_tokens": 8, **more})
 
 
 def chat(client: openai.OpenAI, messages: Any, **more: Any) -> Any:
@@ -36,26 +36,26 @@ def chat(client: openai.OpenAI, messages: Any, **more: Any) -> Any:
 
 def test_a_response_has_the_text_and_the_usage_of_chat(client: openai.OpenAI) -> None:
     response = respond(client)
-    asked = chat(client, [{"role": "user", "content": QUESTION}])
+    chat_response = chat(client, [{"role": "user", "content": QUESTION}])
     assert response.id.startswith("resp_")
     assert (response.object, response.model, response.status) == ("response", MODEL, "incomplete")
     assert response.incomplete_details.reason == "max_output_tokens"
-    assert response.output_text == asked.choices[0].message.content != ""
-    assert response.usage.input_tokens == asked.usage.prompt_tokens
+    assert response.output_text == chat_response.choices[0].message.content != ""
+    assert response.usage.input_tokens == chat_response.usage.prompt_tokens
     assert response.usage.output_tokens == 8
-    assert response.usage.total_tokens == asked.usage.total_tokens
-    assert response.usage.input_tokens_details.cached_tokens <= asked.usage.prompt_tokens_details.cached_tokens
+    assert response.usage.total_tokens == chat_response.usage.total_tokens
+    assert response.usage.input_tokens_details.cached_tokens <= chat_response.usage.prompt_tokens_details.cached_tokens
 
 
-def test_an_answer_that_ends_by_itself_is_completed(client: openai.OpenAI) -> None:
+def test_a_response_with_a_stop_string_is_completed(client: openai.OpenAI) -> None:
     word = respond(client).output_text.split()[2]
     response = respond(client, extra_body={"stop": [f" {word}"]})
     assert (response.status, response.incomplete_details) == ("completed", None)
     assert word not in response.output_text.split()
 
 
-def test_instructions_and_messages_of_text_parts_are_chats_messages(client: openai.OpenAI) -> None:
-    given = [
+def test_instructions_and_text_parts_become_chat_messages(client: openai.OpenAI) -> None:
+    input_items = [
         {"role": "developer", "content": "be short"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "where is "}] * 2},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "here"}]},
@@ -68,12 +68,12 @@ def test_instructions_and_messages_of_text_parts_are_chats_messages(client: open
         {"role": "assistant", "content": "here"},
         {"role": "user", "content": QUESTION},
     ]
-    response = respond(client, given, instructions="be kind")
+    response = respond(client, input_items, instructions="be kind")
     assert response.output_text == chat(client, messages).choices[0].message.content
     assert response.instructions == "be kind"
 
 
-def test_a_stream_is_the_apis_typed_events_in_their_order(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_typed_events_of_the_api_in_order(client: openai.OpenAI) -> None:
     whole = respond(client)
     events = list(respond(client, stream=True))
     assert [event.type for event in events] == [
@@ -95,13 +95,13 @@ def test_a_stream_is_the_apis_typed_events_in_their_order(client: openai.OpenAI)
     assert client.responses.retrieve(events[-1].response.id).output_text == whole.output_text
 
 
-def test_the_clients_own_stream_helper_finds_the_whole_response(client: openai.OpenAI) -> None:
+def test_the_stream_helper_of_the_client_reads_the_whole_response(client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=8) as stream:
         kinds = [event.type for event in stream]
     assert kinds[-1] == "response.incomplete"
 
 
-def test_a_response_goes_on_from_the_one_before(client: openai.OpenAI) -> None:
+def test_a_response_continues_from_a_previous_one(client: openai.OpenAI) -> None:
     first = respond(client, instructions="be kind")
     second = respond(client, "And the sea?", previous_response_id=first.id)
     third = respond(client, "And the sky?", previous_response_id=second.id)
@@ -120,22 +120,22 @@ def test_a_breakpoint_holds_for_its_own_request_only(client: openai.OpenAI) -> N
     part = {"type": "input_text", "text": "and then?", "prompt_cache_breakpoint": {"mode": "explicit"}}
     response = respond(client)
     for _ in range(5):  # one request may have 4
-        given = [{"role": "user", "content": [part]}]
-        response = respond(client, given, previous_response_id=response.id, max_output_tokens=1)
+        items = [{"role": "user", "content": [part]}]
+        response = respond(client, items, previous_response_id=response.id, max_output_tokens=1)
     assert response.status == "incomplete"
 
 
-def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> None:
-    kept, other = respond(client), respond(client, store=False)
-    assert client.responses.retrieve(kept.id).output_text == kept.output_text
+def test_responses_are_stored_by_default(client: openai.OpenAI) -> None:
+    stored, other = respond(client), respond(client, store=False)
+    assert client.responses.retrieve(stored.id).output_text == stored.output_text
     with pytest.raises(openai.NotFoundError, match=f'this instance has stored no response "{other.id}'):
         client.responses.retrieve(other.id)
-    client.responses.delete(kept.id)
+    client.responses.delete(stored.id)
     with pytest.raises(openai.BadRequestError) as caught:
-        respond(client, previous_response_id=kept.id)
+        respond(client, previous_response_id=stored.id)
     assert caught.value.code == "previous_response_not_found"
     with pytest.raises(openai.NotFoundError):
-        client.responses.delete(kept.id)
+        client.responses.delete(stored.id)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_responses_are_kept_unless_the_client_says_no(client: openai.OpenAI) -> 
         ),
     ],
 )
-def test_a_request_that_cannot_be_served_is_told_why(
+def test_the_error_says_why_a_request_cannot_be_served(
     served: SimpleNamespace, fields: dict[str, Any], param: str, sentence: str
 ) -> None:
     body = {"model": MODEL, "input": QUESTION, **fields}
@@ -178,7 +178,7 @@ def test_a_request_that_cannot_be_served_is_told_why(
     assert sentence in error["message"]
 
 
-def test_fields_that_change_nothing_are_let_through(client: openai.OpenAI) -> None:
+def test_fields_without_an_effect_are_accepted(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {
         "tools": [],
         "parallel_tool_calls": True,
@@ -191,7 +191,7 @@ def test_fields_that_change_nothing_are_let_through(client: openai.OpenAI) -> No
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_response_that_is_aborted_has_failed_and_says_why(
+def test_an_aborted_response_fails_with_a_reason(
     served: SimpleNamespace, client: openai.OpenAI, is_stream: bool
 ) -> None:
     found: list[Any] = []
@@ -203,12 +203,12 @@ def test_a_response_that_is_aborted_has_failed_and_says_why(
         except openai.APIStatusError as exc:
             found.append(exc)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    thread = threading.Thread(target=ask)
+    thread.start()
     wait_until(lambda: served.generations.num_live, "the request to run")
     aborted = httpx.post(f"{served.url}/v1/abort_requests", json={"req_ids": ["resp_long"]}, trust_env=False)
     assert aborted.json()["aborted"] == ["long"]
-    asking.join()
+    thread.join()
     last = found[-1]
     if is_stream:
         assert (last.type, last.response.status, last.response.error.code) == (
@@ -224,7 +224,7 @@ def test_a_response_that_is_aborted_has_failed_and_says_why(
         assert "the request was aborted before its response ended" in str(last)
 
 
-def test_an_engine_that_fails_ends_a_stream_with_a_failed_response(
+def test_a_failure_of_the_engine_ends_a_stream_with_a_failed_response(
     served: SimpleNamespace, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: object) -> None:
@@ -238,6 +238,6 @@ def test_an_engine_that_fails_ends_a_stream_with_a_failed_response(
         respond(client)
 
 
-def test_prefill_instances_keep_no_responses(served: SimpleNamespace) -> None:
+def test_prefill_instances_store_no_responses(served: SimpleNamespace) -> None:
     with pytest.raises(ApiError, match="stored no response"):
         Responses(served.completions, None).retrieve_response("resp_x")

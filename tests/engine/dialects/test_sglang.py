@@ -1,4 +1,4 @@
-"""SGLang's dialect: both instances are asked at once, and meet by room."""
+"""SGLang's dialect: both instances get the request at the same time, and find each other by the bootstrap room."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ async def sglang_pair(folder: Path, tokenizer: Any) -> AsyncIterator[DialectPair
         yield pair
 
 
-def meet_at(pair: DialectPair, room: Any, **more: Any) -> dict[str, Any]:
-    """The fields that the router adds for both."""
+def room_fields(pair: DialectPair, room: Any, **more: Any) -> dict[str, Any]:
+    """Return the fields that the router adds for both instances."""
     port = pair.prefill.side.receiver.port
     return {"bootstrap_host": HOST, "bootstrap_port": port, "bootstrap_room": room, **more}
 
@@ -33,7 +33,7 @@ def tokens_of(whole: Any) -> list[list[int]]:
     return [choice["completion_token_ids"] for choice in whole["choices"]]
 
 
-def test_an_instance_registers_and_is_known_as_sglangs() -> None:
+def test_the_registration_has_sglangs_engine_and_bootstrap_port() -> None:
     prefill, decode = SglangDialect("prefill", 7000), SglangDialect("decode", 7001)
     assert prefill.registration == {"engine": "sglang", "bootstrap_port": 7000}
     assert decode.registration == {"engine": "sglang"}
@@ -41,14 +41,14 @@ def test_an_instance_registers_and_is_known_as_sglangs() -> None:
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 @in_event_loop
-async def test_both_meet_whoever_comes_first(tiny_checkpoint: Path, word_tokenizer: Any, first: str) -> None:
+async def test_a_pair_works_in_either_order_of_its_legs(tiny_checkpoint: Path, word_tokenizer: Any, first: str) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         expected = await pair.alone.complete(temperature=2.0, seed=7)
-        fields = meet_at(pair, 2**62, temperature=2.0, seed=7)
+        fields = room_fields(pair, 2**62, temperature=2.0, seed=7)
         legs = {"prefill": pair.prefill, "decode": pair.decode}
         early = asyncio.create_task(legs.pop(first).complete(**fields))
-        kept, live = kept_by(pair.prefill.side.receiver), pair.decode.side.generations
-        await eventually(lambda: len(kept) or live.num_live, "the first to wait")
+        retained, generations = kept_by(pair.prefill.side.receiver), pair.decode.side.generations
+        await eventually(lambda: len(retained) or generations.num_live, "the first leg to wait")
         (late,) = [await leg.complete(**fields) for leg in legs.values()]
         answers = {first: await early}
         answer = answers.get("decode", late)
@@ -58,23 +58,23 @@ async def test_both_meet_whoever_comes_first(tiny_checkpoint: Path, word_tokeniz
 
 
 @in_event_loop
-async def test_choices_and_one_member_lists_meet_too(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+async def test_a_pair_works_with_choices_and_lists_of_one_member(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         sampled: dict[str, Any] = {"n": 2, "temperature": 2.0, "seed": 3}
         expected = tokens_of(await pair.alone.complete(**sampled))
-        fields = {name: [value] for name, value in meet_at(pair, 5).items()}
+        fields = {name: [value] for name, value in room_fields(pair, 5).items()}
         legs = [each.complete(**fields, **sampled) for each in (pair.prefill, pair.decode)]
         _, answer = await asyncio.gather(*legs)
         assert tokens_of(answer) == expected
 
 
 @in_event_loop
-async def test_each_of_several_prompts_has_its_room(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+async def test_each_of_several_prompts_has_its_own_room(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         prompts = [prompt_of(100, first) for first in (1, 60)]
         expected = [tokens_of(await pair.alone.complete(prompt=prompt))[0] for prompt in prompts]
         pair.prefill.side.engine.core.clear_prefix_cache()
-        place = {name: [value] * 2 for name, value in meet_at(pair, 5).items()}
+        place = {name: [value] * 2 for name, value in room_fields(pair, 5).items()}
         fields = {**place, "bootstrap_room": [5, 6], "rid": ["r_0", "r_1"], "prompt": prompts}
         _, answer = await asyncio.gather(*(each.complete(**fields) for each in (pair.prefill, pair.decode)))
         assert tokens_of(answer) == expected
@@ -94,52 +94,54 @@ async def test_each_of_several_prompts_has_its_room(tiny_checkpoint: Path, word_
     ],
 )
 @in_event_loop
-async def test_decode_answers_nobody_it_cannot_meet_for(
+async def test_decode_refuses_requests_with_invalid_room_fields(
     tiny_checkpoint: Path, word_tokenizer: Any, fields: dict[str, Any], sentence: str
 ) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         with pytest.raises(ApiError, match=sentence):
-            await pair.decode.complete(**meet_at(pair, 5, **fields))
+            await pair.decode.complete(**room_fields(pair, 5, **fields))
 
 
 @in_event_loop
-async def test_a_room_is_for_one_request(
+async def test_a_room_belongs_to_one_request(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
-        waiting = asyncio.create_task(pair.prefill.complete(**meet_at(pair, 5)))
+        waiting = asyncio.create_task(pair.prefill.complete(**room_fields(pair, 5)))
         await eventually(lambda: len(kept_by(pair.prefill.side.receiver)), "prefill to wait")
         with pytest.raises(ApiError, match='"room 5" is in use by another request'):
-            await pair.prefill.complete(**meet_at(pair, 5))
+            await pair.prefill.complete(**room_fields(pair, 5))
         with pytest.raises(ApiError, match="received without bootstrap room id"):
             await pair.prefill.complete()
-        await pair.decode.complete(**meet_at(pair, 5))
+        await pair.decode.complete(**room_fields(pair, 5))
         await waiting
 
 
 @in_event_loop
-async def test_who_waits_in_vain_fails(
+async def test_a_leg_without_its_other_leg_fails(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simulation.actors.dialects.sglang.MEETING_SECONDS", 0.2)
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         for side, room in ((pair.prefill, 1), (pair.decode, 2)):
             with pytest.raises(ApiError) as caught:
-                await side.complete(**meet_at(pair, room))
+                await side.complete(**room_fields(pair, room))
             assert caught.value.status == 500
         await pair.pair.until_free()
 
 
 @pytest.mark.parametrize("aborted", ["prefill", "decode"])
 @in_event_loop
-async def test_a_leg_that_is_aborted_while_it_waits_leaves_nothing(
+async def test_a_leg_that_is_aborted_while_it_waits_releases_all(
     tiny_checkpoint: Path, word_tokenizer: Any, aborted: str
 ) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         side = {"prefill": pair.prefill, "decode": pair.decode}[aborted]
-        waiting = asyncio.create_task(side.complete(**meet_at(pair, 5), rid="r"))
-        kept = kept_by(pair.prefill.side.receiver)
-        await eventually(lambda: side.side.generations.num_live and (aborted == "decode" or len(kept)), "it to wait")
+        waiting = asyncio.create_task(side.complete(**room_fields(pair, 5), rid="r"))
+        retained = kept_by(pair.prefill.side.receiver)
+        await eventually(
+            lambda: side.side.generations.num_live and (aborted == "decode" or len(retained)), "the leg to wait"
+        )
         assert side.side.generations.abort_requests(["cmpl-r_0"]) == ["r"]
         assert (await waiting)["choices"][0]["finish_reason"] == "abort"
         await pair.pair.until_free()

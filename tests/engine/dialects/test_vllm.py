@@ -1,4 +1,4 @@
-"""vLLM's dialect: decode takes over what prefill keeps, as its answer's ``kv_transfer_params`` say."""
+"""vLLM's dialect: prefill retains blocks, and decode gets them by the ``kv_transfer_params`` of prefill's response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from engine.protocol import ApiError
 from simulation.actors.dialects import VllmDialect
-from tests.engine.dialects.pairs import Asked, DialectPair, dialect_pair, prompt_of
+from tests.engine.dialects.pairs import Client, DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import in_event_loop
 from tests.engine.pair import HOST
 
@@ -32,9 +32,9 @@ async def vllm_pair(folder: Path, tokenizer: Any) -> AsyncIterator[DialectPair]:
         yield pair
 
 
-async def prefill(asked: Asked, **fields: Any) -> Any:
-    """As a router asks prefill; the parameters for decode."""
-    whole = await asked.complete(**{**fields, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE})
+async def prefill(client: Client, **fields: Any) -> Any:
+    """Send prefill the request of a router; return the parameters for decode."""
+    whole = await client.complete(**{**fields, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE})
     return whole["kv_transfer_params"]
 
 
@@ -42,14 +42,16 @@ def tokens_of(whole: Any) -> list[list[int]]:
     return [choice["completion_token_ids"] for choice in whole["choices"]]
 
 
-def test_an_instance_registers_and_is_known_as_vllms() -> None:
+def test_the_registration_has_vllms_engine_and_connector() -> None:
     dialect = VllmDialect(HOST, 7000)
     assert dialect.registration == {"engine": "vllm", "kv_connector": "nixl"}
 
 
 @pytest.mark.parametrize("length", [5, 96, 100])
 @in_event_loop
-async def test_decode_goes_on_from_what_prefill_keeps(tiny_checkpoint: Path, word_tokenizer: Any, length: int) -> None:
+async def test_decode_continues_from_the_retained_prompt(
+    tiny_checkpoint: Path, word_tokenizer: Any, length: int
+) -> None:
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
         for times in (1, 2):  # the second time decode has the prompt in its own cache, too
             fields: dict[str, Any] = {"prompt": prompt_of(length), "temperature": 2.0, "seed": 7, "logprobs": 1}
@@ -80,9 +82,7 @@ async def test_the_parameters_are_those_of_the_nixl_connector(tiny_checkpoint: P
 
 
 @in_event_loop
-async def test_decode_says_that_the_whole_prompt_was_cached_as_vllms_does(
-    tiny_checkpoint: Path, word_tokenizer: Any
-) -> None:
+async def test_decode_reports_the_whole_prompt_as_cached_like_vllm(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
         whole = await pair.prefill.chat(max_tokens=1, kv_transfer_params=REMOTE_DECODE)
         answer = await pair.decode.chat(max_tokens=4, kv_transfer_params=whole["kv_transfer_params"])
@@ -91,7 +91,7 @@ async def test_decode_says_that_the_whole_prompt_was_cached_as_vllms_does(
 
 
 @in_event_loop
-async def test_a_prompt_is_kept_for_its_lease_only(
+async def test_a_prompt_is_retained_only_for_its_lease(
     tiny_checkpoint: Path, word_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simulation.actors.dialects.vllm.LEASE_SECONDS", 0.05)
@@ -107,13 +107,15 @@ async def test_a_prompt_is_kept_for_its_lease_only(
 async def test_a_prompt_is_handed_over_once(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
         params = await prefill(pair.prefill)
-        asking = [pair.decode.complete(kv_transfer_params=params) for _ in range(2)]
-        told = await asyncio.gather(*asking, return_exceptions=True)
-        assert sorted(isinstance(each, ApiError) for each in told) == [False, True]
+        requests = [pair.decode.complete(kv_transfer_params=params) for _ in range(2)]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        assert sorted(isinstance(each, ApiError) for each in results) == [False, True]
 
 
 @in_event_loop
-async def test_a_prefill_instance_that_is_gone_fails_the_request(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+async def test_a_request_fails_if_the_prefill_instance_is_not_reachable(
+    tiny_checkpoint: Path, word_tokenizer: Any
+) -> None:
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
         params = await prefill(pair.prefill)
         with pytest.raises(ApiError):
@@ -122,7 +124,7 @@ async def test_a_prefill_instance_that_is_gone_fails_the_request(tiny_checkpoint
 
 
 @in_event_loop
-async def test_parameters_that_lack_something_hand_nothing_over(
+async def test_incomplete_parameters_transfer_no_blocks(
     tiny_checkpoint: Path, word_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
@@ -154,7 +156,7 @@ async def test_fields_are_refused_as_vllm_does(
 
 @pytest.mark.parametrize("n", [1, 2])
 @in_event_loop
-async def test_several_prompts_are_handed_over_each(tiny_checkpoint: Path, word_tokenizer: Any, n: int) -> None:
+async def test_each_of_several_prompts_is_handed_over(tiny_checkpoint: Path, word_tokenizer: Any, n: int) -> None:
     async with vllm_pair(tiny_checkpoint, word_tokenizer) as pair:
         prompts = [prompt_of(100), prompt_of(40, first=2), prompt_of(70, first=3)]
         fields: dict[str, Any] = {"prompt": prompts, "n": n, "temperature": 2.0, "seed": 3}

@@ -1,4 +1,4 @@
-"""What a prefill instance wrote gets into KV memory whole, once, or not at all."""
+"""Received blocks: all blocks of a prompt move to KV memory, or none."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def kv() -> torch.Tensor:
 
 @pytest.fixture
 def incoming(kv: torch.Tensor) -> IncomingBlocks:
-    """For blocks 4, 1 and 5, by way of buffers of two."""
+    """Incoming blocks 4, 1 and 5, through a staging buffer for two blocks."""
     pool = BlockPool(MemoryStore(1), NAMESPACE)
     memory = StagedMemory(KVTensors([kv], len(kv)), pool, buffer_bytes=2 * (NBYTES + HEADROOM_BYTES))
     return IncomingBlocks(memory, [4, 1, 5])
 
 
 def write(incoming: IncomingBlocks) -> list[str]:
-    """Write all of it, as another instance does; the digests."""
+    """Write all blocks, as another instance does; return their digests."""
     addresses = incoming.open_windows()
     for address, content in zip(addresses, CONTENTS, strict=True):
         ctypes.memmove(address, content, NBYTES)
     return digest_values([(Span(address, NBYTES),) for address in addresses])
 
 
-def test_blocks_are_in_kv_memory_when_they_were_taken_in(kv: torch.Tensor, incoming: IncomingBlocks) -> None:
+def test_blocks_are_in_kv_memory_after_the_move(kv: torch.Tensor, incoming: IncomingBlocks) -> None:
     assert incoming.move_in(write(incoming))
     assert [bytes(kv[block].tolist()) for block in (4, 1, 5)] == CONTENTS
     assert not kv[[0, 2, 3]].any()
 
 
-def test_other_bytes_than_were_sent_touch_no_block(kv: torch.Tensor, incoming: IncomingBlocks) -> None:
+def test_bytes_with_another_digest_change_no_block(kv: torch.Tensor, incoming: IncomingBlocks) -> None:
     digests = write(incoming)
     assert not incoming.move_in([*digests[:2], "another"])
     assert not kv.any()

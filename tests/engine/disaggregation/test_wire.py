@@ -1,4 +1,4 @@
-"""Messages of hand-overs, and waits for them."""
+"""Waits for messages of hand-overs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.event_loop import in_event_loop
 
 
 @in_event_loop
-async def test_a_cancellation_that_comes_with_a_message_ends_the_wait() -> None:
+async def test_a_cancellation_at_the_same_time_as_a_message_ends_the_wait() -> None:
     reader = asyncio.StreamReader()
     receiving = asyncio.create_task(receive_message(reader, 60.0))
     for _ in range(3):
@@ -23,7 +23,7 @@ async def test_a_cancellation_that_comes_with_a_message_ends_the_wait() -> None:
 
 
 @in_event_loop
-async def test_a_reader_can_be_read_again_after_a_wait_that_timed_out() -> None:
+async def test_a_reader_still_works_after_a_timeout() -> None:
     reader = asyncio.StreamReader()
     with pytest.raises(asyncio.TimeoutError):
         await receive_message(reader, 0.01)

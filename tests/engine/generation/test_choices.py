@@ -1,4 +1,4 @@
-"""Several choices of one request: the prompt is computed once, and each choice is an answer of its own."""
+"""Several choices of one request: the prompt is computed once, and each choice is a separate response."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ async def test_the_prompt_is_counted_and_computed_once(engine: Engine, completio
 
 
 @in_event_loop
-async def test_a_streams_events_name_their_choice(completions: Completions) -> None:
+async def test_the_events_of_a_stream_contain_the_index_of_their_choice(completions: Completions) -> None:
     *chunks, last = await stream(completions, n=3, stream_options={"include_usage": True}, **SAMPLED)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 24)
-    told: list[list[int]] = [[], [], []]
+    streamed: list[list[int]] = [[], [], []]
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        told[choice["index"]] += choice["completion_token_ids"]
-    assert told == ids_of(await answer(completions, n=3, **SAMPLED))
+        streamed[choice["index"]] += choice["completion_token_ids"]
+    assert streamed == ids_of(await answer(completions, n=3, **SAMPLED))
     ends = [chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"][0]["finish_reason"] == "length"]
     assert sorted(ends) == [0, 1, 2]
     assert sum("prompt_token_ids" in chunk["choices"][0] for chunk in chunks) == 3
@@ -102,7 +102,7 @@ async def test_chat_has_choices_too(completions: Completions) -> None:
 
 
 @in_event_loop
-async def test_tokens_generated_before_belong_to_one_choice(completions: Completions) -> None:
+async def test_earlier_tokens_are_refused_with_several_choices(completions: Completions) -> None:
     with pytest.raises(ApiError, match=r"completion_token_ids: these tokens are .* of one answer, but n is 2; give 1"):
         await answer(completions, n=2, completion_token_ids=[1])
 
@@ -113,7 +113,7 @@ PROMPTS = [list(PROMPT), [3, 1, 4, 1, 5], [9] * 40]
 @pytest.mark.parametrize("params", [{}, {"n": 2, **SAMPLED}], ids=["greedy", "seeded, two to each"])
 @pytest.mark.parametrize("field", ["prompt", "prompt_token_ids"])
 @in_event_loop
-async def test_several_prompts_have_the_answers_that_each_has_alone(
+async def test_several_prompts_have_the_same_responses_as_each_prompt_alone(
     engine: Engine, completions: Completions, field: str, params: dict[str, Any]
 ) -> None:
     alone = [await answer(completions, prompt=prompt, **params) for prompt in PROMPTS]
@@ -122,8 +122,8 @@ async def test_several_prompts_have_the_answers_that_each_has_alone(
     choices = together["choices"]
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
     assert ids_of(together) == [ids for one in alone for ids in ids_of(one)]
-    told = [choice["prompt_token_ids"] for choice in choices]
-    assert told == [prompt for prompt in PROMPTS for _ in range(params.get("n", 1))]
+    streamed = [choice["prompt_token_ids"] for choice in choices]
+    assert streamed == [prompt for prompt in PROMPTS for _ in range(params.get("n", 1))]
     assert together["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert together["usage"][name] == sum(one["usage"][name] for one in alone)
@@ -133,69 +133,71 @@ async def test_several_prompts_have_the_answers_that_each_has_alone(
 
 
 @in_event_loop
-async def test_a_stream_of_several_prompts_tells_each_answer_under_its_index(completions: Completions) -> None:
+async def test_a_stream_of_several_prompts_has_each_response_at_its_index(completions: Completions) -> None:
     fields: dict[str, Any] = {"prompt": PROMPTS, "n": 2, **SAMPLED}
     *chunks, last = await stream(completions, stream_options={"include_usage": True}, **fields)
     whole = await answer(completions, **fields)
-    told: list[list[int]] = [[] for _ in range(6)]
+    streamed: list[list[int]] = [[] for _ in range(6)]
     prompts = {}
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        told[choice["index"]] += choice["completion_token_ids"]
+        streamed[choice["index"]] += choice["completion_token_ids"]
         if "prompt_token_ids" in choice:
             prompts[choice["index"]] = choice["prompt_token_ids"]
-    assert told == ids_of(whole)
+    assert streamed == ids_of(whole)
     assert [prompts[index] for index in range(6)] == [prompt for prompt in PROMPTS for _ in range(2)]
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 48
     seen = [chunk["choices"][0]["index"] for chunk in chunks]
-    assert seen != sorted(seen)  # none waits for the end of another
+    assert seen != sorted(seen)  # the responses run at the same time
 
 
 @in_event_loop
-async def test_a_list_of_one_prompt_is_that_prompt(completions: Completions) -> None:
+async def test_a_list_of_one_prompt_is_equal_to_the_prompt(completions: Completions) -> None:
     expected = ids_of(await answer(completions))
     assert ids_of(await answer(completions, prompt=[list(PROMPT)])) == expected
 
 
 @in_event_loop
-async def test_texts_in_a_list_are_tokenized_as_each_alone(completions: Completions, word_tokenizer: Any) -> None:
-    texts = ["a", "bc"]  # letters are tokens that this small model has
+async def test_texts_in_a_list_are_tokenized_like_single_texts(completions: Completions, word_tokenizer: Any) -> None:
+    texts = ["a", "bc"]  # this small model has tokens for letters
     choices = (await answer(completions, prompt=texts))["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == [word_tokenizer(text)["input_ids"] for text in texts]
 
 
 @in_event_loop
-async def test_an_abort_by_the_requests_name_ends_the_answers_to_all_prompts(
+async def test_an_abort_of_the_request_ends_the_responses_of_all_prompts(
     engine: Engine, generations: Generations
 ) -> None:
     choices = begin_endless(generations, 3)
     reading = asyncio.create_task(reasons_of(choices))
-    await eventually(lambda: generations.num_live >= 3, "an answer to each prompt to run or wait")
+    await eventually(lambda: generations.num_live >= 3, "a response of each prompt to run or wait")
     assert generations.abort_requests(["cmpl-r_0"]) == ["r"]
     assert await reading == ["abort"] * 9
-    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
+    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to be free")
 
 
 @in_event_loop
-async def test_a_client_that_leaves_ends_the_answers_to_all_prompts(engine: Engine, generations: Generations) -> None:
+async def test_a_disconnect_of_the_client_ends_the_responses_of_all_prompts(
+    engine: Engine, generations: Generations
+) -> None:
     async with contextlib.aclosing(begin_endless(generations, 3).pieces()) as pieces:
         async for index, _ in pieces:
             if index == 7:
                 break
     assert generations.num_live == 0
-    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
+    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to be free")
 
 
 @in_event_loop
-async def test_a_pair_hands_every_prompt_over(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+async def test_a_pair_hands_over_every_prompt(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         params = SamplingParams(8, temperature=2.0, seed=5)
         requests = [Request("r", prompt, params) for prompt in (PROMPT, PROMPT[::-1])]
         begun = [(request, pair.info) for request in requests]
         legs = [side.generations.begin_choices(begun, 2) for side in (pair.prefill, pair.decode)]
-        _, told = await asyncio.gather(*map(tokens_of, legs))
+        _, streamed = await asyncio.gather(*map(tokens_of, legs))
         alone = [pair.prefill.generations.begin_choices([(request, None)], 2) for request in requests]
-        assert told == [tokens for choices in alone for tokens in await tokens_of(choices)]
+        assert streamed == [tokens for choices in alone for tokens in await tokens_of(choices)]
         assert pair.decode.handed_over("direct") == 4
         assert legs[1].usage()["prompt_tokens"] == 200
 
@@ -207,18 +209,18 @@ async def test_an_abort_before_the_first_token_ends_all_choices(engine: Engine, 
     await eventually(lambda: generations.num_live, "the first choice to run")
     generations.abort_all()
     assert await reading == ["abort", "abort", "abort"]
-    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to come back")
+    await eventually(lambda: engine.blocks.num_available == engine.blocks.num_blocks, "all blocks to be free")
 
 
 @in_event_loop
-async def test_a_pair_hands_every_choice_over(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
+async def test_a_pair_hands_over_every_choice(tiny_checkpoint: Path, word_tokenizer: Any) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         request = Request("r", PROMPT, SamplingParams(8, temperature=2.0, seed=5))
         legs = [side.generations.begin_choices([(request, pair.info)], 3) for side in (pair.prefill, pair.decode)]
-        _, told = await asyncio.gather(*map(tokens_of, legs))
+        _, streamed = await asyncio.gather(*map(tokens_of, legs))
         alone = await tokens_of(pair.prefill.generations.begin_choices([(request, None)], 3))
-        assert told == alone
-        assert len(set(map(tuple, told))) == 3
+        assert streamed == alone
+        assert len(set(map(tuple, streamed))) == 3
         assert pair.decode.handed_over("direct") == 3
         assert legs[1].usage()["prompt_tokens"] == 100
 

@@ -1,7 +1,6 @@
-"""An answer that broke off goes on, on another instance, as if nothing had been: from its tokens, or from its text.
+"""Another instance continues an interrupted response with the same tokens, from its tokens or from its text.
 
-The checkpoint answers in words and in characters of two to four tokens, so some of the places where an answer of 64
-tokens is cut lie within a character.
+The checkpoint generates words, and characters of two to four tokens, so some interruptions are within a character.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "Where is the river?"}]
 
 @dataclass(frozen=True)
 class Whole:
-    """The answer that nothing disturbs."""
+    """The response without an interruption."""
 
     prompt: list[int]
     tokens: list[int]
@@ -50,7 +49,7 @@ def completions(engine: Engine, characters_in_parts: Path) -> Completions:
 
 
 async def answer(completions: Completions, **fields: Any) -> Any:
-    """The answer's only choice."""
+    """Send a request; return the only choice of its response."""
     fields = {"temperature": 0, "return_token_ids": True, "max_tokens": LENGTH, **fields}
     if "messages" in fields:
         begun = await completions.begin_chat(check_body(ChatBody, fields))
@@ -68,12 +67,12 @@ async def whole_answer(completions: Completions, **fields: Any) -> Whole:
 
 @functools.cache
 def text_of(tokenizer: Any, tokens: tuple[int, ...]) -> str:
-    """What a client has of an answer that broke off: whole characters."""
+    """Return the text that a client has of an interrupted response: only complete characters."""
     return str(tokenizer.decode(tokens)).rstrip("\ufffd")
 
 
 @in_event_loop
-async def test_the_answer_has_characters_of_several_tokens(completions: Completions) -> None:
+async def test_the_response_has_characters_of_several_tokens(completions: Completions) -> None:
     whole = await whole_answer(completions)
     assert "\ufffd" not in whole.text
     cut = [end for end in range(LENGTH) if completions.tokenizer.decode(whole.tokens[:end]).endswith("\ufffd")]
@@ -81,7 +80,7 @@ async def test_the_answer_has_characters_of_several_tokens(completions: Completi
 
 
 @in_event_loop
-async def test_a_completion_goes_on_from_a_prompt_of_token_ids(completions: Completions) -> None:
+async def test_a_completion_continues_from_a_prompt_of_token_ids(completions: Completions) -> None:
     whole = await whole_answer(completions)
 
     async def check_cut(end: int) -> None:
@@ -93,7 +92,7 @@ async def test_a_completion_goes_on_from_a_prompt_of_token_ids(completions: Comp
 
 
 @in_event_loop
-async def test_chat_goes_on_from_the_tokens_generated_before(completions: Completions) -> None:
+async def test_chat_continues_from_the_tokens_generated_before(completions: Completions) -> None:
     whole = await whole_answer(completions)
 
     async def check_cut(end: int) -> None:
@@ -106,7 +105,7 @@ async def test_chat_goes_on_from_the_tokens_generated_before(completions: Comple
 
 
 @in_event_loop
-async def test_chat_goes_on_from_the_text_of_its_last_message(completions: Completions) -> None:
+async def test_chat_continues_from_the_text_of_its_last_message(completions: Completions) -> None:
     whole, tokenizer = await whole_answer(completions), completions.tokenizer
 
     async def check_cut(end: int) -> None:
@@ -127,12 +126,12 @@ async def test_chat_goes_on_from_the_text_of_its_last_message(completions: Compl
 
 
 @in_event_loop
-async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(completions: Completions) -> None:
-    """Of a token that ends in the beginning of a stop string, the client has the text before that."""
+async def test_text_that_might_begin_a_stop_string_is_not_lost(completions: Completions) -> None:
+    """The last token ends with the beginning of a stop string, so the client has only the text before it."""
     whole = await whole_answer(completions)
     words = [completions.tokenizer.decode([token]) for token in whole.tokens]
     end = next(i for i in range(8, LENGTH) if words[i].isascii() and len(words[i]) > 2) + 1
-    stop = words[end - 1][-2:] + "never said"
+    stop = words[end - 1][-2:] + "never generated"
     rest = await answer(
         completions,
         messages=MESSAGES,
@@ -157,7 +156,7 @@ async def test_text_that_was_held_back_for_a_stop_string_is_not_lost(completions
     ],
 )
 @in_event_loop
-async def test_only_a_text_of_the_assistants_is_continued(
+async def test_only_a_text_of_the_assistant_is_continued(
     completions: Completions, fields: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ApiError, match=sentence):
@@ -165,8 +164,8 @@ async def test_only_a_text_of_the_assistants_is_continued(
 
 
 @in_event_loop
-async def test_without_a_generation_prompt_nobody_speaks_next(completions: Completions) -> None:
-    spoken = await answer(completions, messages=MESSAGES, max_tokens=1)
-    silent = await answer(completions, messages=MESSAGES, max_tokens=1, add_generation_prompt=False)
-    silent_prompt = silent["prompt_token_ids"]
-    assert spoken["prompt_token_ids"][: len(silent_prompt)] == silent_prompt != spoken["prompt_token_ids"]
+async def test_a_prompt_without_a_generation_prompt_ends_earlier(completions: Completions) -> None:
+    with_prompt = await answer(completions, messages=MESSAGES, max_tokens=1)
+    without_prompt = await answer(completions, messages=MESSAGES, max_tokens=1, add_generation_prompt=False)
+    shorter = without_prompt["prompt_token_ids"]
+    assert with_prompt["prompt_token_ids"][: len(shorter)] == shorter != with_prompt["prompt_token_ids"]

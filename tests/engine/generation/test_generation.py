@@ -1,4 +1,4 @@
-"""One request's way through an instance, and through a pair of them."""
+"""One request in an instance, and in a pair with a pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def request_of(request_id: str = "r", max_tokens: int = 12, **params: Any) -> Re
     return Request(request_id, PROMPT, SamplingParams(max_tokens, temperature=0, **params))
 
 
-async def all_of(generation: Generation) -> list[Piece]:
+async def collect_pieces(generation: Generation) -> list[Piece]:
     return [piece async for piece in generation.pieces()]
 
 
@@ -51,12 +51,12 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def alone(engine: Engine, word_tokenizer: Any) -> Generations:
-    """An instance by itself; the tiny model's tokens are bytes and beginnings of words to this tokenizer."""
+    """A mixed instance. Its tokenizer decodes the tokens of the tiny model to bytes and beginnings of words."""
     return generations_of(engine, word_tokenizer, "mixed")
 
 
 class Pair:
-    """A prefill and a decode instance over one pool."""
+    """A prefill and a decode instance with one pool."""
 
     def __init__(self, prefill: Engine, decode: Engine, tokenizer: Any, receiver: HandoverReceiver) -> None:
         self.prefill = generations_of(prefill, tokenizer, "prefill")
@@ -66,14 +66,14 @@ class Pair:
         self.info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=receiver.port)
 
     def start(self, info: DisaggregateInfo | None = None) -> tuple[Generation, Generation]:
-        """Both legs of one request."""
+        """Start both legs of a request."""
         info = info or self.info
         return self.prefill.begin(request_of(), info), self.decode.begin(request_of(), info)
 
     async def start_waiting(self) -> asyncio.Task[list[Piece]]:
-        """Decode's leg of a request, once it waits for prefill."""
+        """Start decode's leg of a request; return when it waits for prefill."""
         _, decode = self.start()
-        task = asyncio.create_task(all_of(decode))
+        task = asyncio.create_task(collect_pieces(decode))
         await eventually(lambda: self.receiver.num_pending, "decode to wait")
         return task
 
@@ -102,7 +102,7 @@ def store() -> Iterator[FaultyStore]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint: Path) -> list[int]:
-    """The tokens that follow the prompt."""
+    """The tokens that the model generates after the prompt."""
     with Engine(tiny_checkpoint) as engine:
         return engine.answer(PROMPT, 12).wait()
 
@@ -112,11 +112,11 @@ def tokens_of(pieces: list[Piece]) -> list[int]:
 
 
 @in_event_loop
-async def test_pieces_are_the_tokens_in_order_and_the_last_says_why_it_ended(
+async def test_pieces_are_the_tokens_in_order_and_the_last_has_the_finish_reason(
     alone: Generations, word_tokenizer: Any, expected: list[int]
 ) -> None:
     generation = alone.begin(request_of(), None)
-    pieces = await all_of(generation)
+    pieces = await collect_pieces(generation)
     assert tokens_of(pieces) == expected
     assert [piece.finish_reason for piece in pieces] == [None] * 11 + ["length"]
     assert text_of(pieces) == word_tokenizer.decode(expected, skip_special_tokens=True)
@@ -124,24 +124,24 @@ async def test_pieces_are_the_tokens_in_order_and_the_last_says_why_it_ended(
 
 
 @in_event_loop
-async def test_usage_counts_what_a_stop_string_let_out_and_not_what_the_engine_was_ahead(
+async def test_usage_counts_only_the_tokens_up_to_a_stop_string(
     alone: Generations, word_tokenizer: Any, expected: list[int]
 ) -> None:
     text = word_tokenizer.decode(expected[:6], skip_special_tokens=True)
     for i in range(5):
         generation = alone.begin(request_of(str(i), 200, stop=(text[-2:],)), None)
-        pieces = await all_of(generation)
+        pieces = await collect_pieces(generation)
         assert pieces[-1].finish_reason == "stop"
         assert text_of(pieces) == text.partition(text[-2:])[0]
         assert generation.usage()["completion_tokens"] == len(tokens_of(pieces))
 
 
 @in_event_loop
-async def test_an_answer_that_a_stop_string_ended_counts_as_stopped(
+async def test_metrics_count_a_response_with_a_stop_string_as_stopped(
     alone: Generations, engine: Engine, word_tokenizer: Any, expected: list[int]
 ) -> None:
     text = word_tokenizer.decode(expected[:3], skip_special_tokens=True)
-    await all_of(alone.begin(request_of("s", 900, stop=(text[-2:],)), None))
+    await collect_pieces(alone.begin(request_of("s", 900, stop=(text[-2:],)), None))
     await eventually(lambda: not engine.scheduler.running, "the sequence to end")
     registry = engine.metrics.registry
     assert registry.get_sample_value("kvstore_requests_finished_total", {"reason": "stop"}) == 1
@@ -158,8 +158,8 @@ async def test_closing_the_iterator_aborts_the_request(alone: Generations, engin
 
 
 @in_event_loop
-async def test_only_what_lives_is_aborted_by_id(alone: Generations, engine: Engine) -> None:
-    task = asyncio.create_task(all_of(alone.begin(request_of("a", 900), None)))
+async def test_an_abort_by_id_ends_only_running_requests(alone: Generations, engine: Engine) -> None:
+    task = asyncio.create_task(collect_pieces(alone.begin(request_of("a", 900), None)))
     await eventually(lambda: engine.scheduler.running, "the sequence to run")
     assert alone.abort_requests(["b", "chatcmpl-a_0"]) == ["a"]
     assert (await task)[-1].finish_reason == "abort"
@@ -169,56 +169,56 @@ async def test_only_what_lives_is_aborted_by_id(alone: Generations, engine: Engi
 @pytest.mark.parametrize("request_id", ["abc_0", "chatcmpl-abc", "cmpl-x-1"])
 @pytest.mark.parametrize("form", ["{}", "cmpl-{}", "chatcmpl-{}_0"])
 @in_event_loop
-async def test_an_id_that_looks_like_a_form_of_another_is_aborted_like_any(
+async def test_ids_with_prefixes_and_suffixes_of_clients_are_aborted(
     alone: Generations, engine: Engine, request_id: str, form: str
 ) -> None:
-    task = asyncio.create_task(all_of(alone.begin(request_of(request_id, 900), None)))
+    task = asyncio.create_task(collect_pieces(alone.begin(request_of(request_id, 900), None)))
     await eventually(lambda: engine.scheduler.running, "the sequence to run")
     assert alone.abort_requests([form.format(request_id)]) == [request_id]
     assert (await task)[-1].finish_reason == "abort"
 
 
 @pytest.mark.parametrize(
-    "abort", [lambda live: live.abort_requests(["one"]), Generations.abort_all], ids=["by id", "all"]
+    "abort", [lambda generations: generations.abort_requests(["one"]), Generations.abort_all], ids=["by id", "all"]
 )
 @in_event_loop
-async def test_all_requests_of_one_id_are_aborted(
+async def test_all_requests_with_the_same_id_are_aborted(
     alone: Generations, engine: Engine, abort: Callable[[Generations], list[str]]
 ) -> None:
-    tasks = [asyncio.create_task(all_of(alone.begin(request_of("one", 900), None))) for _ in range(2)]
+    tasks = [asyncio.create_task(collect_pieces(alone.begin(request_of("one", 900), None))) for _ in range(2)]
     await eventually(lambda: len(engine.scheduler.running) == 2, "the sequences to run")
     assert abort(alone) == ["one", "one"]
     assert [pieces[-1].finish_reason for pieces in await asyncio.gather(*tasks)] == ["abort", "abort"]
 
 
 @in_event_loop
-async def test_a_mixed_instance_takes_no_notice_of_a_pair(alone: Generations, expected: list[int]) -> None:
+async def test_a_mixed_instance_ignores_the_address_of_decode(alone: Generations, expected: list[int]) -> None:
     info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=1)
-    assert tokens_of(await all_of(alone.begin(request_of(), info))) == expected
+    assert tokens_of(await collect_pieces(alone.begin(request_of(), info))) == expected
 
 
 @in_event_loop
-async def test_decode_reads_from_the_pool_what_prefill_computed(
+async def test_decode_loads_the_blocks_of_prefill_from_the_pool(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, expected: list[int]
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
         prefill, decode = pair.start()
-        of_prefill, of_decode = await asyncio.gather(all_of(prefill), all_of(decode))
+        of_prefill, of_decode = await asyncio.gather(collect_pieces(prefill), collect_pieces(decode))
         assert tokens_of(of_prefill) == expected[:1]
         assert tokens_of(of_decode) == expected
         assert decode.sequence.pool_cached_tokens == CACHEABLE
 
 
 @in_event_loop
-@pytest.mark.parametrize("writes", ["at once", "behind"])
-async def test_decode_begins_only_when_all_of_the_prompt_is_in_the_pool(
+@pytest.mark.parametrize("writes", ["direct", "behind"])
+async def test_decode_begins_only_after_the_whole_prompt_is_saved(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, writes: str
 ) -> None:
     behind = WriteBehindBackend(store) if writes == "behind" else None
     async with pair_over(store, tiny_checkpoint, word_tokenizer, store_of_prefill=behind) as pair:
         store.hang_saves()
         prefill, decode = pair.start()
-        legs = asyncio.gather(all_of(prefill), all_of(decode))
+        legs = asyncio.gather(collect_pieces(prefill), collect_pieces(decode))
         await eventually(store.hanging.is_set, "a save to hang")
         await eventually(lambda: prefill.sequence.finish_reason, "prefill to end")
         assert decode.sequence.finish_reason is None
@@ -229,25 +229,25 @@ async def test_decode_begins_only_when_all_of_the_prompt_is_in_the_pool(
 
 
 @in_event_loop
-async def test_when_prefill_is_aborted_decode_computes(
+async def test_decode_computes_the_prompt_if_prefill_is_aborted(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, expected: list[int]
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
         prefill, decode = pair.start()
         prefill.abort()
-        of_prefill, of_decode = await asyncio.gather(all_of(prefill), all_of(decode))
+        of_prefill, of_decode = await asyncio.gather(collect_pieces(prefill), collect_pieces(decode))
         assert of_prefill[-1].finish_reason == "abort"
         assert tokens_of(of_decode) == expected
 
 
 @in_event_loop
-async def test_when_prefills_client_leaves_decode_computes(
+async def test_decode_computes_the_prompt_if_prefills_client_disconnects(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, expected: list[int]
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
         store.hang_saves()
         prefill, decode = pair.start()
-        of_prefill, of_decode = (asyncio.create_task(all_of(leg)) for leg in (prefill, decode))
+        of_prefill, of_decode = (asyncio.create_task(collect_pieces(leg)) for leg in (prefill, decode))
         await eventually(store.hanging.is_set, "a save to hang")
         of_prefill.cancel()
         assert tokens_of(await of_decode) == expected
@@ -256,12 +256,12 @@ async def test_when_prefills_client_leaves_decode_computes(
 
 @pytest.mark.parametrize("info", [DisaggregateInfo(), DisaggregateInfo(decode_ip=HOST, decode_connector_port=None)])
 @in_event_loop
-async def test_prefill_that_is_not_told_where_decode_is_answers_all_the_same(
+async def test_prefill_responds_without_the_address_of_decode(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, expected: list[int], info: DisaggregateInfo
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
         prefill, _ = pair.start(info)
-        assert tokens_of(await all_of(prefill)) == expected[:1]
+        assert tokens_of(await collect_pieces(prefill)) == expected[:1]
 
 
 @in_event_loop
@@ -275,7 +275,7 @@ async def test_a_request_aborted_while_it_waits_for_prefill_never_runs(
 
 
 @in_event_loop
-async def test_a_client_that_leaves_while_decode_waits_for_prefill_leaves_nothing_behind(
+async def test_a_disconnect_while_decode_waits_for_prefill_ends_the_request(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore
 ) -> None:
     async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
@@ -287,19 +287,19 @@ async def test_a_client_that_leaves_while_decode_waits_for_prefill_leaves_nothin
 
 
 @in_event_loop
-async def test_a_prefill_instances_usage_is_what_its_log_says_was_cached(
+async def test_usage_and_log_of_prefill_have_the_same_cached_tokens(
     tiny_checkpoint: Path, word_tokenizer: Any, store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Clients are billed by it: nothing, the pool, the own cache, and both, one after another."""
-    told: list[tuple[int, int, int]] = []
+    """Clients are billed by usage. The cached tokens come from no cache, the pool, the own cache, and both."""
+    counts: list[tuple[int, int, int]] = []
     with caplog.at_level("INFO", "engine.generation"):
         async with pair_over(store, tiny_checkpoint, word_tokenizer) as pair:
             for clear, length in ((False, 48), (True, 100), (False, 80), (False, 100)):
                 if clear:
                     pair.prefill_engine.core.clear_prefix_cache()
-                request = Request(f"r{len(told)}", PROMPT[:length], SamplingParams(4, temperature=0))
+                request = Request(f"r{len(counts)}", PROMPT[:length], SamplingParams(4, temperature=0))
                 legs = [side.begin(request, pair.info) for side in (pair.prefill, pair.decode)]
-                await asyncio.gather(*map(all_of, legs))
+                await asyncio.gather(*map(collect_pieces, legs))
                 details = legs[0].usage()["prompt_tokens_details"]
                 line = next(
                     record.getMessage()
@@ -312,5 +312,5 @@ async def test_a_prefill_instances_usage_is_what_its_log_says_was_cached(
                 assert (details["own_cached_tokens"], details["pool_cached_tokens"]) == (own, pool)
                 assert details["cached_tokens"] == own + pool
                 assert legs[1].usage()["prompt_tokens_details"] == details
-                told.append((length, own, pool))
-    assert told == [(48, 0, 0), (100, 0, 48), (80, 64, 0), (100, 96, 0)]
+                counts.append((length, own, pool))
+    assert counts == [(48, 0, 0), (100, 0, 48), (80, 64, 0), (100, 96, 0)]

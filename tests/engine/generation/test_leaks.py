@@ -1,4 +1,4 @@
-"""A leg that ends at any moment, by a client that leaves or by a fault, releases all blocks and reservations."""
+"""A leg that ends at any time, by a disconnect or a fault, releases all blocks and reservations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulation.actors.dialects import SglangDialect, VllmDialect, kept_by
 from tests.engine.cancelled import CancelledAt
 from tests.engine.dialects.pairs import DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import eventually, in_event_loop
-from tests.engine.pair import HOST, all_of, pair_of
+from tests.engine.pair import HOST, collect_pieces, pair_of
 
 KEEP = {
     "do_remote_decode": True,
@@ -28,20 +28,20 @@ KEEP = {
 }
 
 
-async def cancel_at_every_await(legs: Any, which: int, until_free: Any) -> int:
-    """Run pairs of legs until leg number ``which`` ends before it is cancelled; return how often it was cancelled."""
+async def cancel_at_every_await(legs: Any, leg: int, until_free: Any) -> int:
+    """Cancel leg number ``leg`` at each of its awaits, in a new pair of legs each time; return the number of awaits."""
     for number in itertools.count():
         coroutines: list[Coroutine[Any, Any, Any]] = list(legs(number))
-        cancelled = CancelledAt(coroutines[which], number)
+        cancelled = CancelledAt(coroutines[leg], number)
 
         async def run(each: CancelledAt = cancelled) -> Any:
             return await each
 
-        coroutines[which] = run()
+        coroutines[leg] = run()
         tasks = [asyncio.ensure_future(each) for each in coroutines]
-        await asyncio.wait([tasks[which]])
+        await asyncio.wait([tasks[leg]])
         if cancelled.is_cancelled:
-            for task in tasks:  # the client leaves, and so the router gives up the other leg
+            for task in tasks:  # the client disconnects, and then the router cancels the other leg
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until_free()
@@ -50,23 +50,23 @@ async def cancel_at_every_await(legs: Any, which: int, until_free: Any) -> int:
     raise AssertionError("not reached")
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize("leg", [0, 1], ids=["prefill", "decode"])
 @in_event_loop
-async def test_a_leg_of_a_direct_transfer_releases_all_wherever_it_is_cancelled(
-    tiny_checkpoint: Path, word_tokenizer: Any, which: int
+async def test_a_leg_of_a_direct_transfer_releases_all_at_any_cancellation(
+    tiny_checkpoint: Path, word_tokenizer: Any, leg: int
 ) -> None:
     async with pair_of(tiny_checkpoint, word_tokenizer, expiry_seconds=0.2) as pair:
 
         def legs(number: int) -> tuple[Coroutine[Any, Any, Any], ...]:
-            both = pair.start(prompt_of(100, number), 4, f"r{which}-{number}")
-            return tuple(map(all_of, both))
+            both = pair.start(prompt_of(100, number), 4, f"r{leg}-{number}")
+            return tuple(map(collect_pieces, both))
 
         async def until_free() -> None:
             await pair.until_free()
             await eventually(lambda: pair.decode.receiver.num_pending == 0, "no pending transfers")
             assert pair.decode.num_reserved == 0
 
-        assert await cancel_at_every_await(legs, which, until_free) >= 2
+        assert await cancel_at_every_await(legs, leg, until_free) >= 2
 
 
 @contextlib.asynccontextmanager
@@ -75,10 +75,10 @@ async def sglang_pair(folder: Path, tokenizer: Any) -> AsyncIterator[DialectPair
         yield pair
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize("leg", [0, 1], ids=["prefill", "decode"])
 @in_event_loop
-async def test_a_leg_that_meets_in_a_room_releases_all_wherever_it_is_cancelled(
-    tiny_checkpoint: Path, word_tokenizer: Any, which: int
+async def test_a_leg_of_an_sglang_pair_releases_all_at_any_cancellation(
+    tiny_checkpoint: Path, word_tokenizer: Any, leg: int
 ) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
 
@@ -88,13 +88,13 @@ async def test_a_leg_that_meets_in_a_room_releases_all_wherever_it_is_cancelled(
             return pair.prefill.complete(**fields), pair.decode.complete(**fields)
 
         async def until_free() -> None:
-            await until_nothing_is_held(pair)
+            await wait_until_all_is_released(pair)
 
-        assert await cancel_at_every_await(legs, which, until_free) >= 2
+        assert await cancel_at_every_await(legs, leg, until_free) >= 2
 
 
 class HeldSteps:
-    """The engine's steps; the one with number ``hold_at`` has computed, and waits for ``release``."""
+    """Steps of the engine. After its computation, the step with number ``hold_at`` waits for ``release``."""
 
     def __init__(self, runner: Any) -> None:
         self.hold_at = -1
@@ -104,7 +104,7 @@ class HeldSteps:
         self._run = runner.run
 
     def run(self, chunks: Any) -> Any:
-        """Stand in for ``ModelRunner.run``."""
+        """Replace ``ModelRunner.run``."""
         choices = self._run(chunks)
         self.count += 1
         if self.count - 1 == self.hold_at:
@@ -121,7 +121,7 @@ class HeldSteps:
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "fastdeploy"])
 @in_event_loop
-async def test_a_client_that_leaves_while_a_chunk_is_computed_leaves_no_block_held(
+async def test_a_disconnect_while_a_chunk_is_computed_releases_all_blocks(
     tiny_checkpoint: Path, word_tokenizer: Any, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makers: dict[str, Any] = {"vllm": lambda _, port: VllmDialect(HOST, port), "sglang": SglangDialect}
@@ -130,7 +130,7 @@ async def test_a_client_that_leaves_while_a_chunk_is_computed_leaves_no_block_he
         runner = pair.prefill.side.engine.runner
         steps = HeldSteps(runner)
         monkeypatch.setattr(runner, "run", steps.run)
-        for number in range(5):  # 100 tokens, 24 a step
+        for number in range(5):  # 100 tokens, 24 per step
             fields: dict[str, Any] = {"prompt": prompt_of(100, 10 * number), "max_tokens": 1}
             if dialect == "vllm":
                 fields["kv_transfer_params"] = KEEP
@@ -145,11 +145,11 @@ async def test_a_client_that_leaves_while_a_chunk_is_computed_leaves_no_block_he
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             steps.release.set()
-            await until_nothing_is_held(pair)
+            await wait_until_all_is_released(pair)
 
 
-async def until_nothing_is_held(pair: DialectPair) -> None:
-    """Wait until no block, reservation, transfer or retained prompt is left."""
+async def wait_until_all_is_released(pair: DialectPair) -> None:
+    """Wait until there is no block in use, reservation, transfer or retained prompt."""
     await pair.pair.until_free()
     prefill, decode = pair.prefill.side.receiver, pair.decode.side.receiver
     await eventually(
@@ -169,7 +169,7 @@ async def test_a_fault_before_the_engine_has_the_sequence_cancels_the_reservatio
             raise UnicodeError("no such token")
 
         monkeypatch.setattr(decode, "_make_detokenizer", fail)
-        answers = await asyncio.gather(all_of(prefill), all_of(decode), return_exceptions=True)
+        answers = await asyncio.gather(collect_pieces(prefill), collect_pieces(decode), return_exceptions=True)
         assert isinstance(answers[1], UnicodeError)
         await pair.until_free()
         assert pair.decode.num_reserved == 0

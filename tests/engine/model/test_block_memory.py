@@ -1,4 +1,4 @@
-"""Blocks lent to a hand-over come back, whenever the hand-over ends."""
+"""Blocks that are reserved for a hand-over are released at its end."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ SCHEDULER = SimpleNamespace(groups=SimpleNamespace(count_held_blocks=lambda num_
 
 
 @in_event_loop
-async def test_blocks_that_were_reserved_for_who_has_just_been_cancelled_are_given_back() -> None:
-    lent, given_back = object(), []
+async def test_a_reservation_is_released_if_its_task_is_cancelled_at_the_same_time() -> None:
+    reservation, released = object(), []
     answers: list[Any] = []
     core: Any = SimpleNamespace(
         reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer),
-        cancel_reservation=lambda reservation, clear: given_back.append(reservation),
+        cancel_reservation=lambda cancelled, clear: released.append(cancelled),
         scheduler=SCHEDULER,
     )
     runner: Any = SimpleNamespace(vocab_size=1, shape=SimpleNamespace(block_size=1))
     prompt: Any = SimpleNamespace(hashes=[], num_tokens=1)
     memory = BlockMemory(core, runner, transfer=None, memory=None)  # type: ignore[arg-type]
-    asking = asyncio.create_task(memory.reserve_blocks(prompt))
+    reserving = asyncio.create_task(memory.reserve_blocks(prompt))
     await asyncio.sleep(0)
 
-    answers[0](lent)
-    asyncio.get_running_loop().call_soon(asking.cancel)  # after the answer is there, and before it is taken
+    answers[0](reservation)
+    asyncio.get_running_loop().call_soon(reserving.cancel)  # after the reservation is made, and before the task gets it
     with pytest.raises(asyncio.CancelledError):
-        await asking
+        await reserving
 
-    assert given_back == [lent]
+    assert released == [reservation]
 
 
 @in_event_loop
-async def test_hand_overs_that_ask_at_once_are_lent_no_more_than_the_limit() -> None:
+async def test_concurrent_hand_overs_reserve_no_more_blocks_than_the_limit() -> None:
     answers: list[Any] = []
     core: Any = SimpleNamespace(
         reserve_blocks=lambda hashes, num_tokens, answer: answers.append(answer), scheduler=SCHEDULER
@@ -49,13 +49,13 @@ async def test_hand_overs_that_ask_at_once_are_lent_no_more_than_the_limit() -> 
     memory = BlockMemory(core, runner, transfer=None, memory=None, max_reserved=3)  # type: ignore[arg-type]
     first, second = (asyncio.create_task(memory.reserve_blocks(prompt)) for _ in range(2))
     await asyncio.sleep(0)
-    asked = len(answers)
+    num_asked = len(answers)
     for answer in answers:
         answer(None)
 
-    assert (asked, await first, await second) == (1, None, None)
-    third = asyncio.create_task(memory.reserve_blocks(prompt))  # what was refused counts no more
+    assert (num_asked, await first, await second) == (1, None, None)
+    third = asyncio.create_task(memory.reserve_blocks(prompt))  # a refused reservation is no longer counted
     await asyncio.sleep(0)
     answers[-1](None)
     await third
-    assert len(answers) == asked + 1
+    assert len(answers) == num_asked + 1

@@ -1,7 +1,7 @@
-"""A step as a GPU has it, on a CPU: the same answers, and the host waits once, at the end.
+"""A step with the code for GPUs, on a CPU: its tokens are the same, and the host waits only once, at the end.
 
-What stands for a GPU here is the form of the code that runs there (``form_for``), on a CPU's memory or, where only
-shapes matter, on torch's device without memory ("meta").
+The tests select the code for GPUs (``form_for``). It runs on the memory of the CPU or, if a test needs only shapes, on
+torch's device without memory ("meta").
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ from tests.engine.device_watch import DeviceWatch, HostWaits
 from tests.engine.gpu_form import attend_as_on_gpu
 
 BLOCK = 16
-# torch tells why it has no kernel for a CPU; on a GPU it has.
+# torch warns that it has no such kernel for a CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*attention.*:UserWarning")
 
-EVERYTHING: list[dict[str, Any]] = [
+ALL_FEATURES: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.1},
     {"temperature": 0.8, "seed": 5, "logprobs": 3, "repetition_penalty": 1.3},
     {"temperature": 1.2, "seed": 6, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": frozenset({3, 4}), "logprobs": 0},
 ]
-"""What requests may ask of a step, each of another one."""
+"""Sampling parameters of several requests. Together, they use all features of a step."""
 
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of attention that a GPU has, wherever tensors lie."""
+    """Use the attention for GPUs on each device."""
     attend_as_on_gpu(monkeypatch)
 
 
 @pytest.fixture
 def device_watch(monkeypatch: pytest.MonkeyPatch) -> DeviceWatch:
-    """Not watching yet; lets the copy at a step's end through."""
+    """A watch that allows the copy at the end of a step. It does not watch yet."""
     device_watch = DeviceWatch()
-    monkeypatch.setattr(
-        engine.model.sampler, "fetch_numbers", device_watch.letting_through(device_copies.fetch_numbers)
-    )
+    monkeypatch.setattr(engine.model.sampler, "fetch_numbers", device_watch.allow(device_copies.fetch_numbers))
     return device_watch
 
 
@@ -63,11 +61,11 @@ def build_runner(folder: Path, device: str = "cpu") -> ModelRunner:
     return runner
 
 
-def steps_of_everything() -> Iterator[list[Chunk]]:
-    """Prompts of several lengths in chunks, beside decodes; then decodes of unlike and of like lengths."""
+def steps_with_all_features() -> Iterator[list[Chunk]]:
+    """Yield steps: prompts in chunks, together with decodes; then decodes of different and equal lengths."""
     sequences = [
         Sequence(Request(str(i), tuple(range(i, 4 + i + 40 * i)), SamplingParams(9, **params)), BLOCK)
-        for i, params in enumerate(EVERYTHING)
+        for i, params in enumerate(ALL_FEATURES)
     ]
     for i, sequence in enumerate(sequences):
         sequence.block_table = list(range(10 * i + 9, 10 * i - 1, -1))
@@ -81,25 +79,25 @@ def steps_of_everything() -> Iterator[list[Chunk]]:
 
 
 def take_steps(runner: ModelRunner) -> list[list[Choice]]:
-    """The choices of all steps; drawn and likeliest tokens go on into the next."""
-    heard: list[list[Choice]] = []
-    for chunks in steps_of_everything():
+    """Return the choices of all steps. The next step continues with the chosen tokens."""
+    steps: list[list[Choice]] = []
+    for chunks in steps_with_all_features():
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        heard.append(runner.run(chunks))
+        steps.append(runner.run(chunks))
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
-        for sequence, choice in zip(sampling, heard[-1], strict=True):
+        for sequence, choice in zip(sampling, steps[-1], strict=True):
             assert choice
             sequence.token_ids.append(choice[0])
-    return heard
+    return steps
 
 
-def list_tokens(heard: list[list[Choice]]) -> list[int]:
-    return [choice[0] for choices in heard for choice in choices if choice]
+def list_tokens(steps: list[list[Choice]]) -> list[int]:
+    return [choice[0] for choices in steps for choice in choices if choice]
 
 
-def list_logprobs(heard: list[list[Choice]]) -> list[float]:
-    found = [choice[1] for choices in heard for choice in choices if choice and choice[1]]
+def list_logprobs(steps: list[list[Choice]]) -> list[float]:
+    found = [choice[1] for choices in steps for choice in choices if choice and choice[1]]
     return [value for logprobs in found for value in (logprobs.chosen, *(value for _, value in logprobs.top))]
 
 
@@ -122,7 +120,7 @@ LONGROPE = {
         ("llama", {"rope_parameters": LONGROPE}),
     ],
 )
-def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
+def test_steps_with_the_code_for_gpus_choose_the_same_tokens_and_wait_once_each(
     architecture: str,
     changes: dict[str, Any],
     tmp_path: Path,
@@ -131,13 +129,13 @@ def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
 ) -> None:
     folder = write_checkpoint(config_of(architecture, **changes), tmp_path)
     on_cpu = take_steps(build_runner(folder))
-    assert device_watch.times_let_through == len([choices for choices in on_cpu if choices]) == 5
+    assert device_watch.times_allowed == len([choices for choices in on_cpu if choices]) == 5
     request.getfixturevalue("as_on_gpu")
     runner = build_runner(folder)
-    device_watch.times_let_through = 0
+    device_watch.times_allowed = 0
     with device_watch.watching():
         as_on_gpu = take_steps(runner)
-    assert device_watch.times_let_through == 5
+    assert device_watch.times_allowed == 5
     assert list_tokens(as_on_gpu) == list_tokens(on_cpu)
     assert len(list_logprobs(on_cpu)) == 10
     assert list_logprobs(as_on_gpu) == pytest.approx(list_logprobs(on_cpu), abs=1e-4)
@@ -145,8 +143,8 @@ def test_steps_as_on_a_gpu_choose_as_on_a_cpu_and_wait_once_each(
 
 @pytest.fixture
 def without_values(monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch) -> DeviceWatch:
-    """A step's end on torch's device without memory ("meta"): the host gets a 1 for each number."""
-    fetched = device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
+    """The end of a step on torch's device without memory ("meta"): the host gets a 1 for each number."""
+    fetched = device_watch.allow(lambda numbers: [1.0] * len(numbers))
     monkeypatch.setattr(engine.model.sampler, "fetch_numbers", fetched)
     return device_watch
 
@@ -156,14 +154,14 @@ def without_values(monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch) -
 def test_every_tensor_of_a_step_is_on_its_device(
     architecture: str, tmp_path: Path, without_values: DeviceWatch
 ) -> None:
-    """Without memory, and so without values: nothing of a step may depend on one."""
+    """The device has no values, so no part of a step can depend on one."""
     runner = build_runner(write_checkpoint(config_of(architecture), tmp_path), "meta")
     with without_values.watching():
         assert set(list_tokens(take_steps(runner))) == {1}
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-def test_a_tensor_of_the_host_in_a_step_of_the_device_is_caught(
+def test_a_host_tensor_in_a_step_of_the_device_is_detected(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, without_values: DeviceWatch
 ) -> None:
     runner = build_runner(tiny_checkpoint, "meta")
@@ -173,7 +171,7 @@ def test_a_tensor_of_the_host_in_a_step_of_the_device_is_caught(
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-def test_a_step_of_sparse_attention_does_not_wait_either(tiny_checkpoint: Path, without_values: DeviceWatch) -> None:
+def test_a_step_of_sparse_attention_waits_only_at_its_end(tiny_checkpoint: Path, without_values: DeviceWatch) -> None:
     runner = build_runner(tiny_checkpoint, "meta")
     sizes = RetrievalConfig(BLOCK, init_tokens=16, local_tokens=40, topk_percent=0.3, dense_boundary=0, dense_layers=1)
     runner.enable_retrieval(sizes, 4, 320)
@@ -189,7 +187,7 @@ def test_a_step_of_sparse_attention_does_not_wait_either(tiny_checkpoint: Path, 
                 runner.retrieval.index_blocks(sequence)
             assert len(runner.run([Chunk(sequence, 1) for sequence in sequences])) == 2
     assert all(sequence.blocks_read for sequence in sequences)
-    assert without_values.times_let_through == 2
+    assert without_values.times_allowed == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -197,23 +195,23 @@ def test_choosing_from_a_large_vocabulary_waits_once(
     monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch, device: str
 ) -> None:
     if device == "meta":
-        fetched = device_watch.letting_through(lambda numbers: [1.0] * len(numbers))
+        fetched = device_watch.allow(lambda numbers: [1.0] * len(numbers))
         monkeypatch.setattr(engine.model.sampler, "fetch_numbers", fetched)
-    logits = 8 * torch.randn(len(EVERYTHING), 5000, generator=torch.Generator().manual_seed(0))
+    logits = 8 * torch.randn(len(ALL_FEATURES), 5000, generator=torch.Generator().manual_seed(0))
     moved, seen = logits.to(device), engine.model.sampler.SeenTokens()
     sequences = [
-        Sequence(Request(str(i), (i, 7), SamplingParams(9, **each)), BLOCK) for i, each in enumerate(EVERYTHING)
+        Sequence(Request(str(i), (i, 7), SamplingParams(9, **each)), BLOCK) for i, each in enumerate(ALL_FEATURES)
     ]
     with device_watch.watching():
         for _ in range(2):
             assert all(engine.model.sampler.sample(moved.clone(), sequences, frozenset({0}), seen))
             for sequence in sequences:
                 sequence.token_ids.append(1)
-    assert device_watch.times_let_through == 2
+    assert device_watch.times_allowed == 2
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations of ATen's by their names."""
+    """Counts operations of ATen by their names."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,11 +223,11 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize("lengths", [(150,), (150, 150, 150), (170, 150, 160)], ids=["one", "like", "unlike"])
-def test_a_layer_of_decodes_alone_stores_gathers_and_attends_once(
+@pytest.mark.parametrize("lengths", [(150,), (150, 150, 150), (170, 150, 160)], ids=["one", "equal", "different"])
+def test_a_layer_of_a_decode_step_stores_gathers_and_attends_once(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
 ) -> None:
-    """Each operation costs the host as much as another: a step of decodes is as fast as their number lets it be."""
+    """All operations cost the host the same time, so their number limits the speed of a decode step."""
     runner = build_runner(tiny_checkpoint)
     chunks = []
     for i, length in enumerate(lengths):
@@ -239,26 +237,26 @@ def test_a_layer_of_decodes_alone_stores_gathers_and_attends_once(
     looked_up: list[str] = []
     look_up = torch.nn.Module.__getattr__
 
-    def noting(self: torch.nn.Module, name: str) -> Any:
+    def record_lookup(self: torch.nn.Module, name: str) -> Any:
         looked_up.append(name)
         return look_up(self, name)
 
-    monkeypatch.setattr(torch.nn.Module, "__getattr__", noting)
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", record_lookup)
     with Operations() as operations:
         runner.run(chunks)
     layers = runner.shape.num_layers
     counts = {name: operations.counts[name] for name in ("index_put_", "index_select", "scaled_dot_product_attention")}
     assert counts == {"index_put_": 2 * layers, "index_select": layers, "scaled_dot_product_attention": layers}
-    assert operations.counts["index"] <= 1  # rows of which the logits are wanted
-    assert not {"weight", "self_attn", "mlp"} & set(looked_up), "the slow way of finding attributes"
+    assert operations.counts["index"] <= 1  # rows that need logits
+    assert not {"weight", "self_attn", "mlp"} & set(looked_up), "torch's slow lookup of attributes"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # by torch, of the mode itself
-def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_checkpoint: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns of the mode itself
+def test_steps_on_a_gpu_choose_the_same_tokens_and_torch_detects_no_wait(tiny_checkpoint: Path) -> None:
     on_cpu = take_steps(build_runner(tiny_checkpoint))
     runner = build_runner(tiny_checkpoint, "cuda")
-    take_steps(runner)  # what is made once
+    take_steps(runner)  # makes everything that is made only once
     try:
         torch.cuda.set_sync_debug_mode("error")
         on_gpu = take_steps(runner)
@@ -284,7 +282,7 @@ def test_steps_on_a_gpu_choose_as_on_a_cpu_and_torch_knows_of_no_wait(tiny_check
     ],
     ids=["item", "tolist", "cpu", "if", "boolean index", "nonzero", "list index", "tensor", "slice", "comparison"],
 )
-def test_a_step_that_waits_in_its_middle_is_caught(
+def test_a_step_that_waits_before_its_end_is_detected(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device_watch: DeviceWatch, waiting: Any
 ) -> None:
     runner = build_runner(tiny_checkpoint)

@@ -1,4 +1,4 @@
-"""How many KV blocks there are: sparse attention's memory is put aside first, and too little of it is told at start."""
+"""The number of KV blocks: sparse attention reserves its memory first, and too little memory is an error at start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runner(tiny_checkpoint: Path) -> ModelRunner:
 
 
 def choose(runner: ModelRunner, flags: str, free: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The number of KV blocks on a machine with so much free memory."""
+    """Return the number of KV blocks on a machine with ``free`` bytes of memory."""
     monkeypatch.setattr(runner, "count_free_bytes", lambda: free)
     return choose_num_blocks(parse_args([*LINE.split(), *flags.split()], {}), runner)
 
@@ -46,7 +46,7 @@ def count_retrieval_bytes(runner: ModelRunner) -> int:
 @pytest.mark.parametrize("representative", REPRESENTATIVES)
 @pytest.mark.parametrize("dense_layers", [0, 1])
 @pytest.mark.parametrize("in_place", [True, False], ids=["CPU", "as on a GPU"])
-def test_what_is_put_aside_is_what_sparse_attention_allocates_at_most(
+def test_the_reserved_memory_is_the_maximum_that_sparse_attention_allocates(
     runner: ModelRunner, representative: str, dense_layers: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.model_runner.reads_host_memory", lambda device: in_place)
@@ -65,7 +65,7 @@ def test_what_is_put_aside_is_what_sparse_attention_allocates_at_most(
     assert runner.count_retrieval_bytes(config, 3, 400) == allocated
 
 
-def test_kv_blocks_get_their_share_of_what_sparse_attention_leaves(
+def test_kv_blocks_get_their_share_of_the_memory_without_sparse_attention(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 400 * runner.shape.nbytes
@@ -76,7 +76,7 @@ def test_kv_blocks_get_their_share_of_what_sparse_attention_leaves(
 @pytest.mark.parametrize(
     ("override", "blocks", "remedy"),
     [("", 4 * 25, "or set --num-gpu-blocks-override"), ("--num-gpu-blocks-override 30", 30, "or lower --num-gpu")],
-    ids=["from memory", "asked for"],
+    ids=["from memory", "override"],
 )
 def test_too_little_memory_for_sparse_attention_is_one_sentence(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, override: str, blocks: int, remedy: str
@@ -85,33 +85,35 @@ def test_too_little_memory_for_sparse_attention_is_one_sentence(
     assert choose(runner, f"{SPARSE} {override}", enough, monkeypatch) == (30 if override else 25)
     with pytest.raises(ConfigError) as caught:
         choose(runner, f"{SPARSE} {override}", enough - 4, monkeypatch)
-    said = str(caught.value)
-    assert said.startswith(f"sparse attention needs {format_bytes(count_retrieval_bytes(runner))} for --max-num-seqs 3")
-    assert "KiB are free" in said
-    assert remedy in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert message.startswith(
+        f"sparse attention needs {format_bytes(count_retrieval_bytes(runner))} for --max-num-seqs 3"
+    )
+    assert "KiB are free" in message
+    assert remedy in message
+    assert "\n" not in message
 
 
-def test_memory_that_does_not_even_reach_for_sparse_attention_leaves_nothing(
+def test_no_memory_remains_if_sparse_attention_needs_more_than_there_is(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"KV blocks may use 0 bytes"):
         choose(runner, SPARSE, 1000, monkeypatch)
 
 
-def test_a_number_that_is_asked_for_is_given_whatever_memory_there_is(
+def test_an_override_of_the_number_of_blocks_does_not_depend_on_memory(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose(runner, "--num-gpu-blocks-override 30", 0, monkeypatch) == 30
 
 
-def test_of_the_hosts_memory_a_quarter_is_taken_but_4_gib_at_most(
+def test_blocks_use_a_quarter_of_the_hosts_memory_and_at_most_4_gib(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose(runner, "", 1 << 40, monkeypatch) == (4 << 30) // runner.shape.nbytes
 
 
-def test_blocks_that_there_is_no_memory_for_are_told_in_one_sentence(runner: ModelRunner) -> None:
+def test_the_error_for_too_many_blocks_is_one_sentence(runner: ModelRunner) -> None:
     for blocks in (1 << 40, 1 << 70):
         with pytest.raises(
             ConfigError, match=f"there is not enough memory for {blocks} KV blocks; lower --num-gpu-blocks"
@@ -119,45 +121,45 @@ def test_blocks_that_there_is_no_memory_for_are_told_in_one_sentence(runner: Mod
             runner.allocate_kv(blocks)
 
 
-def test_free_memory_of_the_host_counts_what_the_system_would_give_up(runner: ModelRunner) -> None:
+def test_free_memory_of_the_host_includes_memory_that_the_system_can_reclaim(runner: ModelRunner) -> None:
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) << 10
     assert runner.count_free_bytes() == pytest.approx(available, rel=0.2)
 
 
 class FakeGpu:
-    """A fake: a GPU whose memory is a number, for a runner whose tensors have none ("meta").
+    """A simulated GPU that counts its free memory, for a runner on torch's device without memory ("meta").
 
     Args:
-        runner: on that device.
-        free: bytes, once the model is loaded.
-        step: bytes that a step takes until they are given back.
+        runner: the runner on that device.
+        free: free bytes after the model is loaded.
+        step: bytes that a step allocates, until ``empty_cache``.
     """
 
     def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, free: int, step: int = 0) -> None:
         self.chunks: list[Chunk] = []
         self.is_full = False
-        """Whether a step finds no memory."""
-        self._taken = 0
+        """Whether a step raises an out-of-memory error."""
+        self._allocated = 0
         self._step = step
         self._run = runner.run
-        monkeypatch.setattr(runner, "count_free_bytes", lambda: free - self._taken)
+        monkeypatch.setattr(runner, "count_free_bytes", lambda: free - self._allocated)
         monkeypatch.setattr(runner, "run", self.run)
-        monkeypatch.setattr(engine.model.memory_budget, "_empty_cache", self.take_back)
+        monkeypatch.setattr(engine.model.memory_budget, "_empty_cache", self.empty_cache)
         monkeypatch.setattr(engine.model.sampler, "fetch_numbers", lambda numbers: [1.0] * len(numbers))
 
     def run(self, chunks: list[Chunk]) -> list[Choice]:
-        """A step."""
+        """Run a step."""
         self.chunks = chunks
         if self.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nAnd more.")
-        self._taken = self._step
+        self._allocated = self._step
         return self._run(chunks)
 
-    def take_back(self, device: torch.device) -> None:
-        """Forget what steps took."""
+    def empty_cache(self, device: torch.device) -> None:
+        """Release the memory of steps."""
         assert device.type == "meta"
-        self._taken = 0
+        self._allocated = 0
 
 
 ON_GPU = parse_args(LINE.split(), {})
@@ -165,32 +167,32 @@ ON_GPU = parse_args(LINE.split(), {})
 
 @pytest.fixture
 def gpu_runner(tiny_checkpoint: Path) -> ModelRunner:
-    """A runner for a fake GPU."""
+    """A runner for a simulated GPU."""
     return ModelRunner(str(tiny_checkpoint), load_model_config(str(tiny_checkpoint)), "meta", torch.float32, BLOCK)
 
 
-def test_on_a_gpu_kv_blocks_get_their_share_of_what_a_step_leaves(
+def test_on_a_gpu_kv_blocks_get_their_share_of_the_memory_without_a_step(
     gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, step = 400 * gpu_runner.shape.nbytes, 99 * gpu_runner.shape.nbytes
     gpu = FakeGpu(gpu_runner, monkeypatch, free, step)
     assert choose_num_blocks(ON_GPU, gpu_runner) == int(0.9 * 301)
-    assert not len(gpu_runner.kv), "blocks that were made to try a step are still there"
+    assert not len(gpu_runner.kv), "the blocks of the trial step were not released"
     assert sum(chunk.num_tokens for chunk in gpu.chunks) == 400 + 2
     assert {chunk.sequence.num_computed + chunk.num_tokens for chunk in gpu.chunks} == {400}
     assert len(gpu.chunks) == 3
     assert all(chunk.samples for chunk in gpu.chunks)
 
 
-def test_on_a_gpu_blocks_on_their_way_to_the_pool_have_memory_put_aside(
+def test_on_a_gpu_memory_is_reserved_for_blocks_that_are_being_saved(
     gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 1 << 30
     FakeGpu(gpu_runner, monkeypatch, free)
-    alone = choose_num_blocks(ON_GPU, gpu_runner)
-    beside_pool = choose_num_blocks(parse_args([*LINE.split(), "--kvcache-storage-backend", "memory"], {}), gpu_runner)
-    assert alone == int(0.9 * free) // gpu_runner.shape.nbytes
-    assert beside_pool < alone - (1 << 26) // gpu_runner.shape.nbytes
+    without_pool = choose_num_blocks(ON_GPU, gpu_runner)
+    with_pool = choose_num_blocks(parse_args([*LINE.split(), "--kvcache-storage-backend", "memory"], {}), gpu_runner)
+    assert without_pool == int(0.9 * free) // gpu_runner.shape.nbytes
+    assert with_pool < without_pool - (1 << 26) // gpu_runner.shape.nbytes
 
 
 def test_too_little_memory_on_a_gpu_is_one_sentence(gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +200,10 @@ def test_too_little_memory_on_a_gpu_is_one_sentence(gpu_runner: ModelRunner, mon
     FakeGpu(gpu_runner, monkeypatch, step + 20 * gpu_runner.shape.nbytes, step)
     with pytest.raises(ConfigError) as caught:
         choose_num_blocks(ON_GPU, gpu_runner)
-    said = str(caught.value)
-    assert said.startswith("a step needs 1 MiB for --max-num-seqs 3 of --max-model-len 400, and")
-    assert said.endswith("lower --max-num-seqs or --max-model-len, or set --num-gpu-blocks-override")
-    assert "\n" not in said
+    message = str(caught.value)
+    assert message.startswith("a step needs 1 MiB for --max-num-seqs 3 of --max-model-len 400, and")
+    assert message.endswith("lower --max-num-seqs or --max-model-len, or set --num-gpu-blocks-override")
+    assert "\n" not in message
 
 
 def test_no_memory_for_a_step_is_one_sentence(gpu_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +217,7 @@ def test_no_memory_for_a_step_is_one_sentence(gpu_runner: ModelRunner, monkeypat
     )
 
 
-def test_no_memory_for_the_first_token_does_not_count_as_a_model_that_cannot_be_run(
+def test_the_error_for_too_little_memory_for_the_first_token_says_so(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(batch: object) -> None:

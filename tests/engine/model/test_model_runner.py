@@ -1,4 +1,4 @@
-"""Which checkpoints can be run: those whose attention is ours in every layer; the others are told so at the start."""
+"""Supported checkpoints: every layer must use our attention. Others are refused at the start."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ def runner_of(folder: Path, block_size: int = 16) -> ModelRunner:
 
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_model_that_attends_through_transformers_interface_can_be_run(
-    tmp_path: Path, name: str, block_size: int
-) -> None:
+def test_a_model_with_transformers_attention_interface_can_run(tmp_path: Path, name: str, block_size: int) -> None:
     runner = runner_of(write_checkpoint(CHECKPOINTS[name](), tmp_path), block_size)
     runner.try_out()
-    assert not runner.kv.any(), "trying the model out left something in KV memory"
+    assert not runner.kv.any(), "the trial step left values in KV memory"
 
 
 @pytest.mark.parametrize(
@@ -55,9 +53,7 @@ def test_a_model_that_attends_through_transformers_interface_can_be_run(
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_a_model_whose_attention_is_not_ours_is_refused_in_one_sentence(
-    tmp_path: Path, config: Any, reason: str
-) -> None:
+def test_a_model_without_our_attention_is_refused_in_one_sentence(tmp_path: Path, config: Any, reason: str) -> None:
     runner = runner_of(write_checkpoint(config, tmp_path))
     with pytest.raises(ConfigError) as caught:
         runner.try_out()
@@ -72,13 +68,13 @@ def test_layers_of_other_types_are_refused_before_the_weights_are_loaded(tmp_pat
         runner_of(tmp_path)
 
 
-def test_a_config_that_is_not_json_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_config_that_is_not_json_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{model_type: qwen2}")
     with pytest.raises(ConfigError, match="is not a checkpoint that transformers can load"):
         load_model_config(str(tmp_path))
 
 
-def test_blocks_lie_one_after_another_without_a_gap(tiny_checkpoint: Path) -> None:
+def test_blocks_are_contiguous_in_memory(tiny_checkpoint: Path) -> None:
     runner = runner_of(tiny_checkpoint)
     spans = [runner.span(block) for block in range(4)]
     assert spans[0].address == runner.kv.data_ptr()
@@ -118,11 +114,11 @@ def test_instances_with_different_versions_of_transformers_share_no_blocks(
     assert runner_of(tiny_checkpoint).namespace.digest != plain.digest
 
 
-def test_every_end_token_that_the_checkpoint_names_ends_a_text(word_model: Path) -> None:
+def test_all_end_tokens_of_the_checkpoint_are_used(word_model: Path) -> None:
     assert runner_of(word_model).eos_token_ids == {256, 258}
 
 
-def test_an_end_token_that_the_model_does_not_have_is_none(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_end_tokens_outside_the_vocabulary_are_ignored(tiny_checkpoint: Path, tmp_path: Path) -> None:
     folder = with_generation_config(tiny_checkpoint, tmp_path, {"eos_token_id": [-1, 3, 1 << 20]})
     found = runner_of(folder).eos_token_ids
     assert 3 in found
@@ -137,7 +133,7 @@ def test_an_end_token_that_the_model_does_not_have_is_none(tiny_checkpoint: Path
         ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "num_beams": 1, "repetition_penalty": 1.05}, 0),
     ],
 )
-def test_what_would_make_transformers_answers_others_is_named_at_the_start(
+def test_one_warning_names_unsupported_generation_settings_of_the_checkpoint(
     tiny_checkpoint: Path,
     tmp_path: Path,
     generation_config: dict[str, Any],
@@ -145,13 +141,13 @@ def test_what_would_make_transformers_answers_others_is_named_at_the_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runner_of(with_generation_config(tiny_checkpoint, tmp_path, generation_config))
-    said = [record.getMessage() for record in caplog.records if record.name == "engine.model.checkpoint"]
-    assert len(said) == bool(names)
-    assert sum(name in "".join(said) for name in generation_config) == names
+    messages = [record.getMessage() for record in caplog.records if record.name == "engine.model.checkpoint"]
+    assert len(messages) == bool(names)
+    assert sum(name in "".join(messages) for name in generation_config) == names
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         *(("repetition_penalty", value, "is not a number from 0.01 to 100") for value in (0, -1.5, "1.05", 1e9)),
         ("temperature", -0.1, "is not a number from 0 to 100"),
@@ -161,16 +157,14 @@ def test_what_would_make_transformers_answers_others_is_named_at_the_start(
         ("top_k", -2, "is not a number of at least -1"),
     ],
 )
-def test_a_default_that_is_no_number_in_its_range_is_refused(
-    tiny_checkpoint: Path, tmp_path: Path, name: str, value: object, said: str
+def test_a_default_outside_its_range_is_refused(
+    tiny_checkpoint: Path, tmp_path: Path, name: str, value: object, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} .* in its generation_config.json {said}"):
+    with pytest.raises(ConfigError, match=rf"{name} .* in its generation_config.json {message}"):
         runner_of(with_generation_config(tiny_checkpoint, tmp_path, {name: value}))
 
 
-def test_a_checkpoint_says_how_the_tokens_of_requests_are_chosen_that_do_not_say_it(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_sampling_defaults_come_from_the_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert runner_of(tiny_checkpoint).defaults == SamplingDefaults()
     qwens = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
     stated = with_generation_config(tiny_checkpoint, tmp_path, {**qwens, "max_new_tokens": 48})
@@ -184,29 +178,28 @@ def test_a_default_length_must_be_a_positive_number(tiny_checkpoint: Path, tmp_p
 
 
 def with_generation_config(checkpoint: Path, folder: Path, generation_config: dict[str, Any]) -> Path:
-    """A copy of the checkpoint."""
+    """Copy the checkpoint, with this generation config."""
     shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
     (folder / "generation_config.json").write_text(json.dumps(generation_config))
     return folder
 
 
-@pytest.mark.parametrize(("wanted", "chosen"), [("float16", torch.float16), ("auto", torch.bfloat16)])
-def test_the_dtype_is_the_one_asked_for_or_the_checkpoints(wanted: str, chosen: torch.dtype) -> None:
-    assert choose_dtype(wanted, Qwen2Config(dtype="bfloat16")) == chosen
+@pytest.mark.parametrize(("requested", "chosen"), [("float16", torch.float16), ("auto", torch.bfloat16)])
+def test_the_dtype_is_the_given_one_or_that_of_the_checkpoint(requested: str, chosen: torch.dtype) -> None:
+    assert choose_dtype(requested, Qwen2Config(dtype="bfloat16")) == chosen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_cuda_device_that_is_not_there_is_told_and_auto_does_without() -> None:
+def test_a_missing_cuda_device_is_an_error_and_auto_selects_the_cpu() -> None:
     assert choose_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="--device cuda: PyTorch sees no CUDA device; use --device cpu"):
         choose_device("cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_attention_of_a_gpu_builds_no_plan_for_each_shape(
+def test_cudnn_attention_is_disabled_on_a_gpu(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    """What no CUDA device is needed for."""
     monkeypatch.setattr(ModelRunner, "_place_model", lambda *_: None)
     torch.backends.cuda.enable_cudnn_sdp(True)
     config = load_model_config(str(tiny_checkpoint))

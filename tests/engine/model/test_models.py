@@ -1,4 +1,4 @@
-"""Which models there are: every shape computed right, files of every kind read, what is not known refused."""
+"""Supported models: every shape is computed correctly, all kinds of files are read, and other models are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def runner_of(folder: Path, num_blocks: int = 4) -> ModelRunner:
 
 
 def logprobs(runner: ModelRunner, *chunks: int) -> dict[int, float]:
-    """What the runner makes of the token after ``PROMPT``, computed in chunks of these sizes."""
+    """Return the logprobs of the token after ``PROMPT``, computed in chunks of these sizes."""
     params = SamplingParams(1, temperature=0.0, logprobs=20)
     sequence = Sequence(Request("r", PROMPT, params), BLOCK)
     sequence.block_table = [2, 0, 3]
@@ -69,7 +69,7 @@ def logprobs(runner: ModelRunner, *chunks: int) -> dict[int, float]:
 def logprobs_of_batch(
     runner: ModelRunner, chunks: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[tuple[int, ...], dict[int, float]]]:
-    """Tokens of each prompt, and what the runner makes of the next one; chunks of one step are computed together."""
+    """Return the tokens of each prompt, and the logprobs of the next one. Chunks of one step are computed together."""
     blocks = random.Random(3).sample(range(len(runner.kv)), len(runner.kv))
     sequences = {}
     for name, sizes in chunks.items():
@@ -93,7 +93,7 @@ def logprobs_of_batch(
 
 
 def reference_logprobs(folder: Path, tokens: tuple[int, ...] = PROMPT) -> dict[int, float]:
-    """What transformers itself makes of it."""
+    """Return the logprobs that transformers computes."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         found = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1], dim=-1)
@@ -104,7 +104,7 @@ def reference_logprobs(folder: Path, tokens: tuple[int, ...] = PROMPT) -> dict[i
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_shape_of_every_architecture_is_computed_as_transformers_does(
+def test_every_shape_of_every_architecture_is_computed_as_in_transformers(
     architecture: str, kv_heads: int, tied: bool, tmp_path: Path
 ) -> None:
     config = config_of(architecture, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
@@ -121,27 +121,27 @@ def test_a_checkpoint_in_several_files_is_the_same_model(tmp_path: Path) -> None
     assert logprobs(runner_of(sharded), 37) == logprobs(runner_of(whole), 37)
 
 
-def test_a_checkpoint_that_lacks_one_of_its_files_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_checkpoint_without_one_of_its_files_is_refused_in_one_sentence(tmp_path: Path) -> None:
     write_checkpoint(config_of("qwen2"), tmp_path / "whole")
     AutoModelForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "s", max_shard_size="30KB")
-    (lost := sorted((tmp_path / "s").glob("model-*.safetensors"))[1]).unlink()
+    (missing := sorted((tmp_path / "s").glob("model-*.safetensors"))[1]).unlink()
     with pytest.raises(ConfigError) as caught:
         runner_of(tmp_path / "s")
     assert str(caught.value).startswith(f"--model '{tmp_path / 's'}'")
-    assert lost.name in str(caught.value)
+    assert missing.name in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("form", ["cpu", "gpu"])
 @pytest.mark.parametrize("family", GROUPED)
-def test_layers_of_every_kind_are_computed_as_transformers_does(
+def test_layers_of_every_kind_are_computed_as_in_transformers(
     family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form == "gpu":
         attend_as_on_gpu(monkeypatch)
     folder = write_checkpoint(GROUPED[family](), tmp_path)
     runner = runner_of(folder, 80)
-    runner.kv.normal_()  # what was in the blocks before has no effect
+    runner.kv.normal_()  # earlier contents of the blocks must have no effect
     got = logprobs_of_batch(runner, {"long": (40, 33, 1, 39, 1), "middle": (1, 16, 32, 1, 20), "short": (16, 1)})
     for name, (tokens, values) in got.items():
         assert values == pytest.approx(reference_logprobs(folder, tokens), abs=1e-4), name
@@ -185,11 +185,11 @@ def test_scores_with_sinks_are_computed_without_a_copy_of_k_and_v_per_query_head
     "window",
     [
         {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1},
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},  # beginning after the last layer
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},  # begins after the last layer
     ],
     ids=["switched off", "no layer"],
 )
-def test_a_window_that_no_layer_uses_is_no_obstacle(window: dict[str, Any], tmp_path: Path) -> None:
+def test_a_window_that_no_layer_uses_is_accepted(window: dict[str, Any], tmp_path: Path) -> None:
     folder = write_checkpoint(config_of("qwen2", **window), tmp_path)
     assert logprobs(runner_of(folder), 30, 7) == pytest.approx(reference_logprobs(folder), abs=1e-4)
 
@@ -208,7 +208,7 @@ def test_a_window_that_no_sequence_exceeds_is_full_attention(family: str, tmp_pa
 
 
 class TestScaledRope:
-    """A token's KV must not depend on what else is in the batch: blocks are shared by their tokens alone."""
+    """A token's KV must not depend on other sequences of the batch, because a block is shared by its tokens alone."""
 
     DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}  # noqa: RUF012
     LONG = {  # noqa: RUF012
@@ -222,17 +222,17 @@ class TestScaledRope:
     YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}  # noqa: RUF012
 
     @pytest.mark.parametrize("rope", [DYNAMIC, LONG, YARN], ids=lambda rope: rope["rope_type"])
-    def test_is_computed_as_transformers_does_within_the_first_length(self, rope: Any, tmp_path: Path) -> None:
+    def test_is_computed_as_in_transformers_within_the_original_length(self, rope: Any, tmp_path: Path) -> None:
         folder = write_checkpoint(config_of("llama", rope_parameters=rope), tmp_path)
         check_length(str(folder), load_model_config(str(folder)), 64)
         assert logprobs(runner_of(folder), 20, 16, 1) == pytest.approx(reference_logprobs(folder), abs=1e-4)
 
-    def test_is_refused_beyond_the_length_at_which_it_would_turn_to_longer_waves(self, tmp_path: Path) -> None:
+    def test_longrope_is_refused_beyond_its_original_length(self, tmp_path: Path) -> None:
         config_of("llama", rope_parameters=self.LONG).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="--max-model-len 65: give at most 64; beyond that, the longrope scaling"):
             check_length(str(tmp_path), load_model_config(str(tmp_path)), 65)
 
-    def test_is_refused_beyond_the_positions_where_it_would_begin_to_follow_the_length(self, tmp_path: Path) -> None:
+    def test_dynamic_scaling_is_refused_beyond_the_models_positions(self, tmp_path: Path) -> None:
         config_of("llama", rope_parameters=self.DYNAMIC).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="--max-model-len 513 is more than the 512 positions"):
             check_length(str(tmp_path), load_model_config(str(tmp_path)), 513)
@@ -242,7 +242,7 @@ TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}{% endf
 
 
 @pytest.mark.parametrize("as_file", [True, False], ids=["chat_template.jinja", "tokenizer_config.json"])
-def test_a_chat_template_is_found_where_checkpoints_keep_it(as_file: bool, tmp_path: Path) -> None:
+def test_a_chat_template_is_found_in_both_files(as_file: bool, tmp_path: Path) -> None:
     tokenizer: PreTrainedTokenizerFast = byte_fallback_tokenizer(chat_template=TEMPLATE)
     tokenizer.save_pretrained(tmp_path, save_jinja_files=as_file)
     assert (tmp_path / "chat_template.jinja").exists() == as_file
@@ -252,13 +252,13 @@ def test_a_chat_template_is_found_where_checkpoints_keep_it(as_file: bool, tmp_p
     assert text == "<s>user: the riverassistant:"
 
 
-def test_a_text_begins_with_the_token_its_tokenizer_puts_there(tmp_path: Path) -> None:
+def test_a_text_begins_with_the_token_that_its_tokenizer_adds(tmp_path: Path) -> None:
     byte_fallback_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer("the river")["input_ids"][0] == tokenizer.bos_token_id
 
 
-# What the README says of decoders.
+# The statements of the README about decoders.
 
 TINY: dict[str, Any] = {
     "vocab_size": 300,

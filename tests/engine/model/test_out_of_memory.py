@@ -1,4 +1,4 @@
-"""No memory is one sentence, and other failures stay what they are."""
+"""An out-of-memory error becomes one sentence. Other errors are not changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUT_OF_MEMORY = [
 
 
 @pytest.mark.parametrize("exc", OUT_OF_MEMORY, ids=lambda exc: str(exc)[:30] or "MemoryError")
-def test_each_way_of_saying_it_is_one_sentence(exc: Exception) -> None:
+def test_each_kind_of_out_of_memory_error_becomes_one_sentence(exc: Exception) -> None:
     assert is_out_of_memory(exc)
     with pytest.raises(ConfigError) as caught, explain_out_of_memory("3 blocks; lower it", any_failure=False):
         raise exc
@@ -26,7 +26,7 @@ def test_each_way_of_saying_it_is_one_sentence(exc: Exception) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_another_failure_is_raised_as_it_is_where_more_than_memory_was_asked_for() -> None:
+def test_another_error_becomes_one_sentence_only_if_any_failure_counts() -> None:
     failure = RuntimeError("no kernel image is available")
     assert not is_out_of_memory(failure)
     with pytest.raises(RuntimeError) as caught, explain_out_of_memory("3 blocks; lower it", any_failure=False):

@@ -1,4 +1,4 @@
-"""What a seed, a temperature and their companions make of the same logits."""
+"""Sampling: the effect of seeds, temperatures and other parameters on the chosen token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBABILITIES = torch.softmax(LOGITS, dim=-1).tolist()
 def sample(
     logits: torch.Tensor, sequences: list[Sequence], eos: frozenset[int], seen: SeenTokens | None = None
 ) -> list[Choice]:
-    """As at a first step, unless ``seen`` was there before."""
+    """Sample as in a first step, unless ``seen`` is given."""
     return sampler.sample(logits, sequences, eos, seen or SeenTokens())
 
 
@@ -55,15 +55,15 @@ def logprobs_of(sequence: Sequence) -> TokenLogprobs:
     return choice[1]
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
+def test_temperature_zero_selects_the_likeliest_token() -> None:
     assert set(draws(20, temperature=0.0)) == {1}
 
 
-def test_top_p_zero_takes_the_likeliest() -> None:
+def test_top_p_zero_selects_the_likeliest_token() -> None:
     assert set(draws(20, top_p=0.0)) == {1}
 
 
-def test_requests_without_a_seed_draw_differently() -> None:
+def test_requests_without_a_seed_have_different_seeds() -> None:
     assert len({sequence_of(seed=None).seed for _ in range(20)}) == 20
 
 
@@ -78,20 +78,20 @@ def test_top_k_of_one_is_greedy_at_any_temperature(logits: list[float], seed: in
     assert choose(torch.tensor(logits), sequence_of(seed=seed, temperature=temperature, top_k=1)) == greedy
 
 
-def test_a_top_k_beyond_every_float_leaves_all_tokens() -> None:
+def test_a_top_k_larger_than_any_float_keeps_all_tokens() -> None:
     assert draws(50, top_k=10**400) == draws(50)
 
 
-def test_top_k_leaves_the_k_likeliest() -> None:
+def test_top_k_keeps_the_k_likeliest_tokens() -> None:
     assert set(draws(200, top_k=3, temperature=5.0)) == {1, 2, 3}
 
 
 @pytest.mark.parametrize(
-    ("top_p", "left"),
+    ("top_p", "candidates"),
     [(0.01, {1}), (PROBABILITIES[1] - 0.01, {1}), (PROBABILITIES[1] + 0.01, {1, 2}), (0.999, {0, 1, 2, 3, 4})],
 )
-def test_top_p_leaves_the_fewest_tokens_that_make_up_p(top_p: float, left: set[int]) -> None:
-    assert set(draws(600, top_p=top_p)) == left
+def test_top_p_keeps_the_fewest_tokens_with_probability_p(top_p: float, candidates: set[int]) -> None:
+    assert set(draws(600, top_p=top_p)) == candidates
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
@@ -106,24 +106,24 @@ def test_a_higher_temperature_flattens_the_choice() -> None:
     assert draws(500, temperature=0.3).count(1) > draws(500).count(1) > draws(500, temperature=3.0).count(1)
 
 
-@given(seed=st.integers(-(2**70), 2**70), position=st.integers(0, 50), mates=st.integers(0, 4))
+@given(seed=st.integers(-(2**70), 2**70), position=st.integers(0, 50), others=st.integers(0, 4))
 @settings(deadline=None)
-def test_a_seed_chooses_the_same_whoever_else_is_in_the_batch(seed: int, position: int, mates: int) -> None:
+def test_the_token_of_a_seed_does_not_depend_on_the_batch(seed: int, position: int, others: int) -> None:
     flat = torch.zeros(50)
     alone = choose(flat, sequence_of(position, seed=seed))
-    batch = [sequence_of(i, seed=i, temperature=float(i % 2)) for i in range(mates)]
-    logits = torch.randn(mates + 1, 50, generator=torch.Generator().manual_seed(0))
+    batch = [sequence_of(i, seed=i, temperature=float(i % 2)) for i in range(others)]
+    logits = torch.randn(others + 1, 50, generator=torch.Generator().manual_seed(0))
     logits[-1] = flat
     tokens = sample(logits, [*batch, sequence_of(position, seed=seed)], EOS)
     assert token_of(tokens[-1]) == alone
 
 
-def test_a_seed_chooses_anew_at_every_position() -> None:
+def test_a_seed_draws_a_new_number_at_each_position() -> None:
     flat = torch.zeros(1000)
     assert len({choose(flat, sequence_of(position, seed=1)) for position in range(50)}) > 40
 
 
-def test_the_end_cannot_be_chosen_before_min_tokens() -> None:
+def test_end_tokens_cannot_be_chosen_before_min_tokens() -> None:
     end_likeliest = torch.tensor([9.0, 1.0, 8.0, 0.0, 0.0])
     params: dict[str, Any] = {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": frozenset({2})}
     chosen = [choose(end_likeliest, sequence_of(n, **params)) for n in range(5)]
@@ -137,30 +137,30 @@ def test_min_tokens_works_for_a_checkpoint_without_an_end_token() -> None:
 @pytest.mark.parametrize(
     "params", [{"temperature": 1e-38}, {"temperature": 5e-324}, {"top_p": 1e-46}, {"top_p": 5e-324}], ids=str
 )
-def test_next_to_no_temperature_or_top_p_is_greedy(params: dict[str, Any]) -> None:
+def test_a_tiny_temperature_or_top_p_is_greedy(params: dict[str, Any]) -> None:
     assert set(draws(20, 100 * LOGITS, **params)) == {1}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("why", ["a logit is NaN", "every token ends the text"])
-def test_where_no_token_can_be_chosen_only_that_sequence_gets_none(why: str, temperature: float) -> None:
+@pytest.mark.parametrize("reason", ["a logit is NaN", "every token ends the text"])
+def test_only_a_sequence_without_a_possible_token_gets_none(reason: str, temperature: float) -> None:
     logits, ends = torch.stack([LOGITS, LOGITS]), frozenset[int]()
-    if why == "a logit is NaN":
+    if reason == "a logit is NaN":
         logits[0, 3] = torch.nan
     else:
         ends = frozenset(range(len(LOGITS)))
-    hopeless = sequence_of(temperature=temperature, min_tokens=1, stop_token_ids=ends)
-    choices = sample(logits, [hopeless, sequence_of(temperature=0.0)], EOS)
+    impossible = sequence_of(temperature=temperature, min_tokens=1, stop_token_ids=ends)
+    choices = sample(logits, [impossible, sequence_of(temperature=0.0)], EOS)
     assert [choice and choice[0] for choice in choices] == [None, 1]
 
 
-def test_no_logprobs_unless_asked_for() -> None:
+def test_there_are_no_logprobs_unless_requested() -> None:
     (choice,) = sample(LOGITS[None].clone(), [sequence_of()], EOS)
     assert choice
     assert choice[1] is None
 
 
-def test_logprobs_are_of_the_whole_distribution_in_falling_order() -> None:
+def test_logprobs_are_sorted_and_of_the_whole_distribution() -> None:
     logprobs = logprobs_of(sequence_of(temperature=0.0, logprobs=5))
     tokens, values = zip(*logprobs.top, strict=True)
     assert tokens == (1, 2, 3, 0, 4)
@@ -175,18 +175,18 @@ def test_the_chosen_token_has_a_logprob_even_if_it_is_not_among_the_likeliest() 
     assert logprobs.chosen == pytest.approx(math.log(PROBABILITIES[4]), abs=1e-5)
 
 
-def test_logprobs_are_the_models_own_before_penalties_and_min_tokens() -> None:
+def test_logprobs_are_those_of_the_model_before_penalties_and_min_tokens() -> None:
     logprobs = logprobs_of(sequence_of(temperature=0.0, logprobs=5, repetition_penalty=2.0, min_tokens=3))
     expected = {token: math.log(probability) for token, probability in enumerate(PROBABILITIES)}
     assert dict(logprobs.top) == pytest.approx(expected, abs=1e-6)
 
 
-def test_more_logprobs_than_tokens_are_as_many_as_there_are() -> None:
+def test_there_are_at_most_as_many_logprobs_as_tokens() -> None:
     assert len(logprobs_of(sequence_of(logprobs=20)).top) == len(LOGITS)
 
 
-def test_a_penalty_lowers_the_scores_of_each_sequences_own_tokens_by_its_own_number() -> None:
-    """As transformers does it: a positive score is divided by the penalty, a negative one is multiplied."""
+def test_each_sequence_has_its_own_penalty_for_its_own_tokens() -> None:
+    """As in transformers, a positive score is divided by the penalty, and a negative one is multiplied."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.tensor([[2.0, 2.4, 1.7, 1.0, 0.0], [3.0, 3.2, 4.0, 4.4, 1.0]]).repeat_interleave(3, 0)
@@ -206,14 +206,14 @@ def test_a_penalty_multiplies_negative_scores() -> None:
     assert token_of(sample(logits, [sequence], EOS)[0]) == 1
 
 
-def test_the_end_is_suppressed_only_for_the_sequences_that_are_short_of_min_tokens() -> None:
+def test_end_tokens_are_suppressed_only_for_sequences_with_fewer_than_min_tokens() -> None:
     end_likeliest = torch.tensor([9.0, 1.0, 8.0, 0.0, 0.0]).repeat(3, 1)
-    sequences = [sequence_of(temperature=0.0, min_tokens=wanted) for wanted in (0, 1, 0)]
+    sequences = [sequence_of(temperature=0.0, min_tokens=min_tokens) for min_tokens in (0, 1, 0)]
     assert [token_of(choice) for choice in sample(end_likeliest, sequences, EOS)] == [0, 2, 0]
 
 
 @pytest.mark.parametrize(("share", "token"), [(0.0, 0), (0.49, 0), (0.5, 1), (0.99, 1)])
-def test_a_share_draws_the_token_in_whose_interval_it_lies(
+def test_a_random_number_selects_the_token_of_its_interval(
     share: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Intervals contain their lower bound."""
@@ -226,7 +226,7 @@ def test_equal_logits_are_ordered_by_token() -> None:
 
 
 def draw_by_sorting(logits: torch.Tensor, sequence: Sequence) -> int:
-    """What ``sample`` must draw, by sorting the whole vocabulary."""
+    """Return the token that ``sample`` must draw, by sorting the whole vocabulary."""
     params = sequence.request.params
     scores = (logits.double() - logits.double().max()) / params.temperature
     ordered, tokens = torch.sort(scores, descending=True, stable=True)
@@ -252,13 +252,13 @@ DRAWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("candidates", [1, 8, 1024, 5000])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
-def test_draws_among_the_best_are_those_of_a_sort_of_the_whole_vocabulary(
+def test_draws_from_the_best_candidates_are_equal_to_draws_from_the_sorted_vocabulary(
     monkeypatch: pytest.MonkeyPatch, candidates: int, spread: float
 ) -> None:
     monkeypatch.setattr(sampler, "CANDIDATES", candidates)
     generator = torch.Generator().manual_seed(candidates)
     for seed in range(12):
-        # In bfloat16 many are equal.
+        # Many logits are equal in bfloat16.
         logits = (spread * torch.randn(len(DRAWS), 3000, generator=generator)).bfloat16().float()
         logits[:, 7:9] = -torch.inf
         for some in (DRAWS, DRAWS[2:4]):
@@ -272,7 +272,7 @@ def test_draws_among_the_best_are_those_of_a_sort_of_the_whole_vocabulary(
 
 
 @pytest.mark.parametrize(("spread", "waits"), [(8.0, 1), (0.0, 2)], ids=["likely", "flat"])
-def test_only_a_draw_beyond_the_best_sorts_the_vocabulary_and_waits_again(
+def test_only_a_draw_outside_the_best_candidates_sorts_the_vocabulary_and_waits_again(
     monkeypatch: pytest.MonkeyPatch, spread: float, waits: int
 ) -> None:
     fetched: list[int] = []
@@ -288,10 +288,10 @@ def test_only_a_draw_beyond_the_best_sorts_the_vocabulary_and_waits_again(
     assert len(fetched) == waits
 
 
-def test_penalties_are_of_all_tokens_so_far_whichever_sequences_come_and_go() -> None:
+def test_penalties_apply_to_all_tokens_so_far_while_sequences_begin_and_end() -> None:
     chance, seen, width = random.Random(0), SeenTokens(), 40
     prompts = [tuple(chance.choices(range(width), k=chance.randint(1, 20))) for _ in range(8)]
-    living = [
+    sequences = [
         Sequence(
             Request(str(i), prompt, SamplingParams(99, temperature=0.0, repetition_penalty=(1.0, 1.3, 0.7)[i % 3])), 16
         )
@@ -299,12 +299,12 @@ def test_penalties_are_of_all_tokens_so_far_whichever_sequences_come_and_go() ->
     ]
     generator = torch.Generator().manual_seed(0)
     for step in range(60):
-        if step % 10 == 9:  # one ends, another begins
-            living.pop(chance.randrange(len(living)))
+        if step % 10 == 9:  # one sequence ends, another begins
+            sequences.pop(chance.randrange(len(sequences)))
             gc.collect()
             params = SamplingParams(99, temperature=0.0, repetition_penalty=1.5)
-            living.append(Sequence(Request("new", (step % width,), params), 16))
-        batch = chance.sample(living, chance.randint(1, len(living)))
+            sequences.append(Sequence(Request("new", (step % width,), params), 16))
+        batch = chance.sample(sequences, chance.randint(1, len(sequences)))
         logits = torch.randn(len(batch), width, generator=generator)
         expected = logits.clone()
         for row, sequence in enumerate(batch):
@@ -319,7 +319,7 @@ def test_penalties_are_of_all_tokens_so_far_whichever_sequences_come_and_go() ->
     assert len(seen._table) <= 8, "more rows than sequences at once"
 
 
-def test_a_penalty_keeps_no_sequence_that_has_ended() -> None:
+def test_a_penalty_keeps_no_reference_to_an_ended_sequence() -> None:
     seen, sequence = SeenTokens(), sequence_of(repetition_penalty=1.1)
     sample(LOGITS[None].clone(), [sequence], EOS, seen)
     assert len(seen._listed) == 1

@@ -1,4 +1,4 @@
-"""Threads of the pool stand behind those that compute, and nobody else does."""
+"""Threads of the pool have a lower priority than threads that compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
-def test_threads_that_a_call_in_the_background_starts_are_behind_those_that_compute() -> None:
+def test_threads_of_a_background_call_have_a_lower_priority() -> None:
     seen: list[int] = []
 
     def open_something() -> str:
@@ -32,6 +32,6 @@ def test_threads_that_a_call_in_the_background_starts_are_behind_those_that_comp
     assert niceness() == before
 
 
-def test_what_a_call_in_the_background_raises_is_raised() -> None:
+def test_an_error_of_a_background_call_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         in_background(lambda: 1 // 0)

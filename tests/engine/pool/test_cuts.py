@@ -1,7 +1,7 @@
-"""Blocks that were written under another tensor-parallel size, or another block size, give the same greedy answers.
+"""Blocks with another tensor-parallel size, or another block size, result in the same greedy responses.
 
-This engine has no ranks, so theirs are simulated: what one instance wrote is cut into what each rank would have, by
-plain slices, and read by engines, or by readers of one rank.
+This engine has no ranks, so the tests simulate them: they divide the blocks of one instance into the blocks of each
+rank. Engines, or readers of one rank, load them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.recut import WholeKV, leave_marker, store_blocks
 
 PROMPT = random.Random(3).choices(range(VOCAB_SIZE), k=150)
 LAST = (len(PROMPT) - 1) // 16
-"""Blocks of 16 tokens of the prompt that can be of use."""
+"""Number of usable blocks of the prompt, with 16 tokens each."""
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +38,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(config_of("qwen2", num_key_value_heads=4), tmp_path_factory.mktemp("four heads"))
 
 
-def sound(store: MemoryStore) -> CheckedBackend:
-    """The store for an engine, which does not close it."""
+def checked(store: MemoryStore) -> CheckedBackend:
+    """Return the store for an engine, which does not close it."""
     return CheckedBackend(FaultyStore(store))
 
 
 class Written:
-    """A prompt that an engine computed: its answer, and the KV of all its heads."""
+    """A prompt that an engine computed: the tokens of its response, and the KV of all heads."""
 
     def __init__(self, checkpoint: Path) -> None:
         store = MemoryStore(64 << 20)
-        with Engine(checkpoint, store=sound(store)) as engine:
+        with Engine(checkpoint, store=checked(store)) as engine:
             self.answer = engine.answer(PROMPT).wait()
             self.own, self.family = engine.runner.namespace, engine.runner.family
         blocks = self.read(store, self.own)
@@ -56,7 +56,7 @@ class Written:
         self.whole = WholeKV(np.concatenate(array, axis=3))
 
     def read(self, store: MemoryStore, sharding: Namespace) -> list[bytes]:
-        """All blocks of the prompt that the rank of ``sharding`` wrote."""
+        """Return all blocks of the prompt that the rank of ``sharding`` saved."""
         pool = BlockPool(CheckedBackend(store), sharding)
         hashes = extend_block_hashes([], PROMPT, sharding.block_size, root_hash())
         memories = [Memory(self.family.block_bytes(sharding)) for _ in hashes]
@@ -67,7 +67,7 @@ class Written:
         return replace(self.own, tp_size=tp_size, num_kv_heads=4 // tp_size, block_size=block_size)
 
     def store_as(self, tp_size: int, block_size: int = 16) -> MemoryStore:
-        """A pool in which an instance of this sharding has saved the prompt."""
+        """Return a pool in which an instance with this sharding has saved the prompt."""
         store = MemoryStore(64 << 20)
         for rank in range(tp_size):
             sharding = replace(self.sharding(tp_size, block_size), tp_rank=rank)
@@ -83,11 +83,11 @@ def written(checkpoint: Path) -> Written:
 @pytest.mark.parametrize(
     ("tp_size", "block_size", "cached"), [(2, 16, LAST * 16), (4, 16, LAST * 16), (1, 64, 128), (2, 32, 128)]
 )
-def test_an_engine_reads_what_another_cut_wrote_and_answers_the_same(
+def test_an_engine_loads_blocks_of_another_sharding_and_generates_the_same_tokens(
     checkpoint: Path, written: Written, tp_size: int, block_size: int, cached: int
 ) -> None:
     store = written.store_as(tp_size, block_size)
-    with Engine(checkpoint, store=sound(store)) as engine:
+    with Engine(checkpoint, store=checked(store)) as engine:
         answering = engine.answer(PROMPT)
     assert answering.wait() == written.answer
     assert (answering.sequence.pool_cached_tokens, answering.sequence.pool_use.reason) == (cached, Reason.HIT)
@@ -95,14 +95,14 @@ def test_an_engine_reads_what_another_cut_wrote_and_answers_the_same(
 
 
 def test_an_engine_with_large_blocks_reads_small_ones(checkpoint: Path, written: Written) -> None:
-    with Engine(checkpoint, block_size=64, num_blocks=32, store=sound(written.store_as(2))) as engine:
+    with Engine(checkpoint, block_size=64, num_blocks=32, store=checked(written.store_as(2))) as engine:
         answering = engine.answer(PROMPT)
     assert answering.wait() == written.answer
     assert answering.sequence.pool_cached_tokens == 128
 
 
-def test_ranks_read_what_fewer_ranks_wrote_and_an_engine_reads_theirs(checkpoint: Path, written: Written) -> None:
-    store, theirs = written.store_as(2), MemoryStore(64 << 20)
+def test_ranks_load_blocks_of_fewer_ranks_and_an_engine_loads_their_blocks(checkpoint: Path, written: Written) -> None:
+    store, ranks_store = written.store_as(2), MemoryStore(64 << 20)
     hashes = extend_block_hashes([], PROMPT, 16, root_hash())
     for rank in range(4):
         own = replace(written.sharding(4), tp_rank=rank)
@@ -113,46 +113,46 @@ def test_ranks_read_what_fewer_ranks_wrote_and_an_engine_reads_theirs(checkpoint
         memories = [Memory(written.family.block_bytes(own)) for _ in hashes]
         values = [memory.value for memory in memories]
         assert peers.reader_of(run, hashes, 0, hashes)(0, values) == len(hashes)
-        taken = BlockPool(CheckedBackend(theirs), own)
+        taken = BlockPool(CheckedBackend(ranks_store), own)
         assert all(taken.put_blocks(hashes, values))
         leave_marker(taken)
-    with Engine(checkpoint, store=sound(theirs)) as engine:
+    with Engine(checkpoint, store=checked(ranks_store)) as engine:
         answering = engine.answer(PROMPT)
     assert answering.wait() == written.answer
     assert answering.sequence.pool_cached_tokens == LAST * 16
 
 
-def test_what_another_cut_has_is_not_stored_twice(checkpoint: Path, written: Written) -> None:
+def test_blocks_of_another_sharding_are_not_saved_again(checkpoint: Path, written: Written) -> None:
     store = written.store_as(2)
     longer = PROMPT + PROMPT[:40]
-    with Engine(checkpoint, store=sound(store)) as engine:
+    with Engine(checkpoint, store=checked(store)) as engine:
         first = engine.answer(longer).wait()
         pool = BlockPool(CheckedBackend(store), engine.runner.namespace)
         hashes = extend_block_hashes([], longer, 16, root_hash())
         assert [bool(status) for status in pool.exists(hashes)] == [False] * LAST + [True] * (len(hashes) - LAST)
-        assert engine.core._connector is not None  # nor does it count as lost
+        assert engine.core._connector is not None  # these blocks must not count as lost
         assert set(engine.core._connector._saved.list_saved_blocks(99)) == set(hashes[LAST:])
-    with Engine(checkpoint, store=sound(store)) as engine:
+    with Engine(checkpoint, store=checked(store)) as engine:
         again = engine.answer(longer)
         assert again.wait() == first
         assert again.sequence.pool_cached_tokens == (len(longer) - 1) // 16 * 16
 
 
-def test_a_piece_that_is_gone_when_it_is_read_is_computed(checkpoint: Path, written: Written) -> None:
+def test_a_damaged_part_of_a_block_is_computed(checkpoint: Path, written: Written) -> None:
     store = written.store_as(2)
     hashes = extend_block_hashes([], PROMPT, 16, root_hash())
     key = replace(written.sharding(2), tp_rank=1).key(hashes[3])
     stored = store._values[key]
     store._values[key] = stored[:-1] + bytes([stored[-1] ^ 1])
-    with Engine(checkpoint, store=sound(store)) as engine:
+    with Engine(checkpoint, store=checked(store)) as engine:
         answering = engine.answer(PROMPT)
         assert answering.wait() == written.answer
         assert answering.sequence.pool_cached_tokens == 3 * 16
 
 
-def test_another_model_of_the_same_shape_is_not_read(checkpoint: Path, written: Written) -> None:
+def test_blocks_of_another_model_with_the_same_shape_are_not_loaded(checkpoint: Path, written: Written) -> None:
     store, other = MemoryStore(64 << 20), replace(written.sharding(2), model="another")
     store_blocks(BlockPool(CheckedBackend(store), other), written.whole, PROMPT)
-    with Engine(checkpoint, store=sound(store)) as engine:
+    with Engine(checkpoint, store=checked(store)) as engine:
         assert not store.exists([manifest_key(written.sharding(2).digest)])[0]
         assert engine.answer(PROMPT).sequence.pool_cached_tokens == 0

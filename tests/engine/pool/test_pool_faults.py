@@ -1,6 +1,6 @@
-"""With any fault of the pool, every request gets the answer it would have had without one, and every block comes back.
+"""Faults of the pool change no response, and all blocks become free.
 
-The right answers are those of an instance without a pool, which ``test_answers.py`` compares with transformers.
+The expected responses are those of an instance without a pool, which ``test_answers.py`` compares with transformers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LONG = PROMPTS[-1]
 
 @pytest.fixture(scope="module")
 def answers(tiny_checkpoint: Path) -> dict[int, list[int]]:
-    """The right answer to each prompt, by its length."""
+    """The expected tokens of each prompt, by its length."""
     with Engine(tiny_checkpoint) as engine:
         return {len(prompt): engine.answer(prompt, MAX_TOKENS).wait() for prompt in PROMPTS}
 
 
 @pytest.fixture(scope="module")
 def filled_store(tiny_checkpoint: Path) -> MemoryStore:
-    """A pool that holds the blocks of all prompts."""
+    """A pool with the blocks of all prompts."""
     store = MemoryStore(64 << 20)
     with Engine(tiny_checkpoint, store=FaultyStore(store)) as engine:
         for prompt in PROMPTS:
@@ -49,7 +49,7 @@ def filled_store(tiny_checkpoint: Path) -> MemoryStore:
 
 @pytest.fixture
 def store(filled_store: MemoryStore) -> Iterator[FaultyStore]:
-    """That pool, sound until told otherwise."""
+    """The filled pool, without a fault at first."""
     faulty = FaultyStore(filled_store)
     yield faulty
     faulty.go_on()
@@ -60,7 +60,7 @@ def check_answers(answerings: Sequence[Answering], answers: dict[int, list[int]]
         assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
 
 
-def ends_well(engine: Engine, answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
+def check_end(engine: Engine, answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
     check_answers(answerings, answers)
     assert all(answering.saved.wait(30) for answering in answerings)
     engine.wait_until_idle()
@@ -69,14 +69,14 @@ def ends_well(engine: Engine, answerings: Sequence[Answering], answers: dict[int
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks pass through buffers of a few, as on a GPU."""
+    """Use staging buffers for few blocks, as on a GPU."""
     monkeypatch.setattr("engine.core.PoolConnector", functools.partial(PoolConnector, staged=True))
     monkeypatch.setattr("engine.pool.staging.StagedMemory", functools.partial(StagedMemory, buffer_bytes=20_000))
 
 
-@pytest.mark.parametrize("memory", ["roomy", "tight", "staged"])
+@pytest.mark.parametrize("memory", ["large", "small", "staged"])
 @pytest.mark.parametrize("fault", Fault)
-def test_every_request_gets_its_answer_whatever_the_pool_does(
+def test_no_fault_of_the_pool_changes_a_response(
     tiny_checkpoint: Path,
     store: FaultyStore,
     answers: dict[int, list[int]],
@@ -86,14 +86,14 @@ def test_every_request_gets_its_answer_whatever_the_pool_does(
 ) -> None:
     if memory == "staged":
         request.getfixturevalue("staged")
-    num_blocks = 9 if memory == "tight" else 64
+    num_blocks = 9 if memory == "small" else 64
     store.fault = fault
     with Engine(tiny_checkpoint, store=store, num_blocks=num_blocks, save_outputs=True) as engine:
-        ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS], answers)
+        check_end(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS], answers)
 
 
 @pytest.mark.usefixtures("staged")
-def test_a_staged_read_that_was_given_up_keeps_no_block_and_harms_nobody(
+def test_a_late_staged_read_holds_no_block_and_changes_no_response(
     tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
 ) -> None:
     deadlines = Deadlines(lookup_seconds=10, transfer_seconds=0.2)
@@ -128,22 +128,22 @@ def test_a_pool_that_recovers_is_used_again(
         assert engine.answer(LONG, MAX_TOKENS).sequence.pool_cached_tokens == 96
 
 
-def test_running_decodes_go_on_unharmed_while_a_load_hangs_with_garbage_in_its_blocks(
+def test_running_decodes_continue_while_a_load_hangs_with_garbage_in_its_blocks(
     tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
 ) -> None:
     store.hang_loads()
     with Engine(tiny_checkpoint, store=store) as engine:
         loading = engine.begin(LONG, MAX_TOKENS)
         assert store.hanging.wait(30)
-        # Neither has a full block to load. They grow to different numbers of blocks, so that one is padded.
+        # Neither has a full block to load. They get different numbers of blocks, so one is padded.
         decoding = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]
         check_answers(decoding, answers)
         store.go_on()
-        ends_well(engine, [loading, *decoding], answers)
+        check_end(engine, [loading, *decoding], answers)
         assert loading.sequence.pool_cached_tokens == 96
 
 
-def test_loads_run_while_all_places_are_taken(
+def test_loads_run_while_the_maximum_of_sequences_runs(
     tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
 ) -> None:
     store.hang_loads()
@@ -156,11 +156,11 @@ def test_loads_run_while_all_places_are_taken(
         wait_until(lambda: engine.scheduler.ready, "the load to end")
         assert running.sequence.state is State.RUNNING
         engine.core.abort_sequence(running.sequence)
-        ends_well(engine, [loading], answers)
+        check_end(engine, [loading], answers)
         assert loading.sequence.pool_cached_tokens == 96
 
 
-def test_a_sequence_aborted_while_its_load_hangs_keeps_its_blocks_until_the_load_ended(
+def test_a_sequence_aborted_while_its_load_hangs_holds_its_blocks_until_the_load_ends(
     tiny_checkpoint: Path, store: FaultyStore
 ) -> None:
     store.hang_loads()
@@ -170,15 +170,15 @@ def test_a_sequence_aborted_while_its_load_hangs_keeps_its_blocks_until_the_load
         engine.core.abort_sequence(aborted.sequence)
         assert aborted.wait() == []
         assert aborted.finish_reason == "abort"
-        engine.answer(PROMPTS[0], 1)  # the abort has been through the engine's loop, and so has this
+        engine.answer(PROMPTS[0], 1)  # the engine handles the abort before this request
         assert engine.blocks.num_available == 20 - 7
         store.go_on()
         engine.wait_until_idle()
         assert aborted.times_saved == 1
 
 
-@pytest.mark.parametrize("fault", [Fault.FAILS_AFTER_FIRST_BLOCK, Fault.RAISES_HALF_WAY])
-def test_garbage_that_an_aborted_load_left_behind_harms_nobody(
+@pytest.mark.parametrize("fault", [Fault.FAILS_AFTER_FIRST_BLOCK, Fault.RAISES_DURING_READ])
+def test_garbage_of_an_aborted_load_changes_no_response(
     tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]], fault: Fault
 ) -> None:
     store.hang_loads()
@@ -189,10 +189,10 @@ def test_garbage_that_an_aborted_load_left_behind_harms_nobody(
         store.fault = fault
         store.go_on()
         engine.wait_until_idle()
-        ends_well(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]], answers)
+        check_end(engine, [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]], answers)
 
 
-def test_a_sequence_aborted_before_its_load_begins_is_over_at_once_and_comes_back_to_no_harm(
+def test_a_sequence_aborted_before_its_load_begins_ends_immediately(
     tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
 ) -> None:
     store.hang_loads()
@@ -203,10 +203,10 @@ def test_a_sequence_aborted_before_its_load_begins_is_over_at_once_and_comes_bac
         engine.core.abort_sequence(queued.sequence)
         assert queued.wait() == []
         store.go_on()
-        ends_well(engine, [first], answers)
+        check_end(engine, [first], answers)
 
 
-def test_a_hung_save_holds_up_no_answer(
+def test_a_save_that_hangs_delays_no_response(
     tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
 ) -> None:
     fresh = FaultyStore(MemoryStore(64 << 20))
@@ -216,26 +216,26 @@ def test_a_hung_save_holds_up_no_answer(
         check_answers(answerings, answers)
         assert fresh.hanging.is_set()
         assert engine.blocks.num_available < 20
-        assert engine.metric("kvstore_unsaved_blocks_total") > 0  # dropped, not queued
+        assert engine.metric("kvstore_unsaved_blocks_total") > 0  # they were dropped and not queued
         fresh.go_on()
-        ends_well(engine, answerings, answers)
+        check_end(engine, answerings, answers)
 
 
-def test_while_saves_hang_a_quarter_of_the_blocks_waits_for_them_and_no_more(tiny_checkpoint: Path) -> None:
+def test_at_most_a_quarter_of_the_blocks_waits_for_saves_that_hang(tiny_checkpoint: Path) -> None:
     fresh = FaultyStore(MemoryStore(64 << 20))
     fresh.hang_saves()
     with Engine(tiny_checkpoint, store=fresh, num_blocks=40) as engine:
         for first in (1, 2, 3):
-            engine.begin([first] * 65, 1).wait()  # four whole blocks
-        wait_until(lambda: engine.metric("kvstore_unsaved_blocks_total"), "the blocks of one to be dropped")
+            engine.begin([first] * 65, 1).wait()  # four full blocks
+        wait_until(lambda: engine.metric("kvstore_unsaved_blocks_total"), "the blocks of one prompt to be dropped")
         fresh.go_on()
         engine.wait_until_idle()
         saved = count_keys(fresh)
-        assert 8 <= saved <= 10  # blocks of one step are saved together, or not
+        assert 8 <= saved <= 10  # all blocks of a step are saved, or none
         assert engine.metric("kvstore_unsaved_blocks_total") == 12 - saved
 
 
-def test_on_saved_comes_after_the_last_output_and_after_the_save(tiny_checkpoint: Path) -> None:
+def test_on_saved_is_called_after_the_last_output_and_after_the_save(tiny_checkpoint: Path) -> None:
     fresh = FaultyStore(MemoryStore(64 << 20))
     fresh.hang_saves()
     with Engine(tiny_checkpoint, store=fresh) as engine:
@@ -258,13 +258,13 @@ def test_an_instance_stops_while_a_load_hangs(tiny_checkpoint: Path, store: Faul
 
 
 @pytest.mark.parametrize("problem", [PoolUnavailable("no master at 127.0.0.1:1"), RuntimeError("a broken library")])
-def test_a_pool_that_cannot_be_had_at_first_is_joined_later(
+def test_a_pool_that_is_unavailable_at_first_is_joined_later(
     tiny_checkpoint: Path, filled_store: MemoryStore, answers: dict[int, list[int]], problem: Exception
 ) -> None:
-    there = False
+    is_available = False
 
     def open_store() -> StorageBackend:
-        if not there:
+        if not is_available:
             raise problem
         return FaultyStore(filled_store)
 
@@ -272,14 +272,14 @@ def test_a_pool_that_cannot_be_had_at_first_is_joined_later(
         before = engine.answer(PROMPTS[-2], MAX_TOKENS)
         assert before.wait() == answers[len(PROMPTS[-2])]
         assert before.sequence.pool_cached_tokens == 0
-        there = True
+        is_available = True
         engine.wait_for_pool()
         after = engine.answer(LONG, MAX_TOKENS)
         assert after.wait() == answers[len(LONG)]
         assert after.sequence.pool_cached_tokens == 96
 
 
-def test_a_read_that_was_given_up_and_writes_garbage_later_harms_nobody(
+def test_a_late_read_that_writes_garbage_changes_no_response(
     tiny_checkpoint: Path, store: FaultyStore, answers: dict[int, list[int]]
 ) -> None:
     deadlines = Deadlines(lookup_seconds=10, transfer_seconds=0.2)
@@ -287,13 +287,13 @@ def test_a_read_that_was_given_up_and_writes_garbage_later_harms_nobody(
     with Engine(tiny_checkpoint, store=guarded, num_blocks=20) as engine:
         store.fault = Fault.FAILS_AFTER_FIRST_BLOCK
         store.hang_loads()
-        # Answered while the read still hangs, out of other blocks than those it may yet write to.
+        # The response comes while the read hangs. It uses other blocks than the read, which may still write.
         answering = engine.answer(LONG, MAX_TOKENS)
         assert answering.wait() == answers[len(LONG)]
         assert (answering.sequence.own_cached_tokens, answering.sequence.pool_cached_tokens) == (0, 0)
         assert store.hanging.is_set()
-        kept = 6 if engine.keeps_late_blocks else 0
-        wait_until(lambda: engine.blocks.num_available == 20 - kept, f"all blocks but {kept}")
+        num_held = 6 if engine.late_calls_hold_blocks else 0
+        wait_until(lambda: engine.blocks.num_available == 20 - num_held, f"all blocks but {num_held}")
         store.go_on()
         engine.wait_until_idle()
         for prompt in PROMPTS:
@@ -301,10 +301,10 @@ def test_a_read_that_was_given_up_and_writes_garbage_later_harms_nobody(
 
 
 @pytest.mark.parametrize("call", ["load", "save"])
-def test_a_call_that_hangs_for_ever_leaves_memory_for_the_longest_sequence(
+def test_a_call_that_never_ends_leaves_memory_for_the_longest_sequence(
     tiny_checkpoint: Path, filled_store: MemoryStore, answers: dict[int, list[int]], call: str
 ) -> None:
-    """One of eight blocks, in memory of eleven."""
+    """The longest sequence has eight blocks, and the memory has eleven."""
     store = FaultyStore(filled_store if call == "load" else MemoryStore(64 << 20))
     guarded = GuardedBackend(lambda: store, Deadlines(lookup_seconds=10, transfer_seconds=0.2))
     with Engine(tiny_checkpoint, store=guarded, num_blocks=11, max_model_len=128, budget=100) as engine:
@@ -319,17 +319,15 @@ def test_a_call_that_hangs_for_ever_leaves_memory_for_the_longest_sequence(
         engine.wait_until_idle()
 
 
-def test_a_save_that_was_given_up_keeps_its_blocks_until_it_ended(
-    tiny_checkpoint: Path, answers: dict[int, list[int]]
-) -> None:
+def test_a_late_save_holds_its_blocks_until_it_ends(tiny_checkpoint: Path, answers: dict[int, list[int]]) -> None:
     store = FaultyStore(MemoryStore(64 << 20))
     guarded = GuardedBackend(lambda: store, Deadlines(lookup_seconds=10, transfer_seconds=0.2))
     with Engine(tiny_checkpoint, store=guarded, num_blocks=20) as engine:
         store.hang_saves()
         answering = engine.answer(LONG, MAX_TOKENS)
         assert answering.wait() == answers[len(LONG)]
-        assert answering.saved.wait(30)  # whoever waits for the save hears that it is over, though it failed
-        if engine.keeps_late_blocks:
+        assert answering.saved.wait(30)  # the save counts as ended, although it failed
+        if engine.late_calls_hold_blocks:
             assert engine.blocks.num_available < 20
         else:
             engine.wait_until_idle()

@@ -1,4 +1,4 @@
-"""Over RDMA no byte moves that was not registered: all that the engine moves to and from its pool is."""
+"""RDMA needs registered memory: the engine registers all memory that it moves to and from the pool."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.strict_registration import StrictStore
 PROMPT = list(range(100))
 
 
-class LeftOpen(Wrapper):
-    """A store that outlives the engine, as a pool does."""
+class NeverClosed(Wrapper):
+    """A store that an engine does not close, because it is used again."""
 
     def close(self) -> None:
         pass
@@ -39,14 +39,14 @@ def test_blocks_are_saved_from_and_loaded_into_registered_memory(
     monkeypatch.setattr("engine.core.PoolConnector", functools.partial(PoolConnector, staged=staged))
     strict = StrictStore(MemoryStore(64 << 20))
     for is_second in (False, True):
-        with Engine(tiny_checkpoint, store=LeftOpen(CheckedBackend(strict))) as engine:
+        with Engine(tiny_checkpoint, store=NeverClosed(CheckedBackend(strict))) as engine:
             answering = engine.answer(PROMPT, 1)
             assert answering.saved.wait(30)
             assert (answering.sequence.pool_cached_tokens > 0) is is_second
     assert not strict.registered.complaints
 
 
-def test_memory_of_a_device_is_never_reached_directly() -> None:
+def test_memory_of_a_device_is_not_accessed_directly() -> None:
     runner: Any = SimpleNamespace(kv=torch.empty(4, 2, device="meta"))
     registered: list[int] = []
     registry: Any = SimpleNamespace(register=lambda *span, **_: registered.append(span[0]))

@@ -1,4 +1,4 @@
-"""What an engine has in its cache it puts into the pool again where that has lost it, and nobody notices."""
+"""Refill: an engine saves its cached blocks again if the pool has lost them, without an effect on requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def store(memory: MemoryStore) -> Iterator[FaultyStore]:
 def engine(
     tiny_checkpoint: Path, store: FaultyStore, looks: list[bool | None], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Engine]:
-    """It has answered all prompts, and the pool has their blocks."""
+    """An engine that has computed all prompts. The pool has their blocks."""
     monkeypatch.setattr(pool_connector, "Refill", partial(Refill, period=0.02))
     with Engine(tiny_checkpoint, store=store, num_blocks=128) as running:
         for prompt in PROMPTS:
@@ -58,7 +58,7 @@ def lose_all(memory: MemoryStore, namespace: Namespace) -> None:
     assert memory.clear(namespace.prefix) is Status.OK
 
 
-def test_a_pool_that_lost_everything_has_the_cached_prompts_again_and_others_read_them(
+def test_a_pool_that_lost_all_blocks_gets_them_again_and_others_load_them(
     tiny_checkpoint: Path, engine: Engine, store: FaultyStore, memory: MemoryStore
 ) -> None:
     answers = [engine.answer(prompt, 12).wait() for prompt in PROMPTS]
@@ -73,28 +73,26 @@ def test_a_pool_that_lost_everything_has_the_cached_prompts_again_and_others_rea
             assert asked.sequence.pool_cached_tokens == 96
 
 
-def test_requests_go_on_while_blocks_that_are_put_again_hang(
-    engine: Engine, store: FaultyStore, memory: MemoryStore
-) -> None:
-    right = engine.answer(PROMPTS[0], 12).wait()
+def test_requests_continue_while_a_refill_hangs(engine: Engine, store: FaultyStore, memory: MemoryStore) -> None:
+    expected = engine.answer(PROMPTS[0], 12).wait()
     store.hang_saves()
     lose_all(memory, engine.runner.namespace)
     assert store.hanging.wait(30)
-    assert engine.begin(PROMPTS[0], 12).wait() == right
+    assert engine.begin(PROMPTS[0], 12).wait() == expected
     store.go_on()
     wait_until(lambda: count_keys(memory) == BLOCKS, "all blocks")
     engine.wait_until_idle()
 
 
-def test_the_prefixes_used_last_are_still_the_last_to_be_reused(engine: Engine, memory: MemoryStore) -> None:
+def test_a_refill_does_not_change_the_order_of_reuse(engine: Engine, memory: MemoryStore) -> None:
     engine.answer(PROMPTS[1], 4)
     before = list(engine.blocks.iterate_hashes())
     lose_all(memory, engine.runner.namespace)
     wait_until(lambda: engine.metric("kvstore_refilled_blocks_total") == BLOCKS, "all blocks")
-    wait_until(lambda: list(engine.blocks.iterate_hashes()) == before, "the order of before")
+    wait_until(lambda: list(engine.blocks.iterate_hashes()) == before, "the earlier order")
 
 
-def test_generated_text_that_was_never_saved_is_not_saved_now(engine: Engine, memory: MemoryStore) -> None:
+def test_a_refill_does_not_save_generated_tokens_that_were_never_saved(engine: Engine, memory: MemoryStore) -> None:
     engine.answer(PROMPTS[0], 60)
     assert engine.blocks.num_cached_blocks > BLOCKS
     lose_all(memory, engine.runner.namespace)
@@ -102,16 +100,16 @@ def test_generated_text_that_was_never_saved_is_not_saved_now(engine: Engine, me
     assert count_keys(memory) == BLOCKS
 
 
-def test_what_an_operator_removes_stays_removed_while_its_prompts_are_asked_again(
+def test_cleared_blocks_are_not_saved_again_while_their_prompts_are_sent_again(
     engine: Engine, memory: MemoryStore, looks: list[bool | None]
 ) -> None:
-    right = [engine.answer(prompt, 12).wait() for prompt in PROMPTS]
+    expected = [engine.answer(prompt, 12).wait() for prompt in PROMPTS]
     leave_mark(memory, engine.runner.namespace.digest)
     lose_all(memory, engine.runner.namespace)
     wait_until(lambda: True in looks, "the mark to be found")
     looks.clear()
-    while len(looks) < 12:  # as many periods as a minute has where they take 5 s
-        assert [engine.answer(prompt, 12).wait() for prompt in PROMPTS] == right
+    while len(looks) < 12:  # a minute with the usual period of 5 s
+        assert [engine.answer(prompt, 12).wait() for prompt in PROMPTS] == expected
     assert count_keys(memory) == 1  # the mark
     assert engine.metric("kvstore_refilled_blocks_total") == 0
 
@@ -121,10 +119,10 @@ def test_what_an_operator_removes_stays_removed_while_its_prompts_are_asked_agai
     lose_all(memory, engine.runner.namespace)
     looks.clear()
     wait_until(lambda: len(looks) >= 12, "twelve periods")
-    assert count_keys(memory) == 1  # six are too few to say that blocks were lost
+    assert count_keys(memory) == 1  # six blocks are too few to detect a loss
 
 
-def test_what_is_computed_after_a_clear_is_saved_and_put_again(
+def test_blocks_that_are_computed_after_a_clear_are_saved_and_refilled(
     engine: Engine, memory: MemoryStore, looks: list[bool | None]
 ) -> None:
     leave_mark(memory, engine.runner.namespace.digest)
@@ -135,12 +133,12 @@ def test_what_is_computed_after_a_clear_is_saved_and_put_again(
         engine.answer(prompt, 4)
     assert count_keys(memory) == 1 + BLOCKS
     looks.clear()
-    wait_until(lambda: len(looks) >= 2, "a look at the blocks")
+    wait_until(lambda: len(looks) >= 2, "a check of the blocks")
     lose_all(memory, engine.runner.namespace)
     wait_until(lambda: count_keys(memory) == 1 + BLOCKS, "all blocks")
 
 
-def test_a_cached_prompt_that_is_to_be_kept_does_not_come_back_after_a_clear(
+def test_a_cached_prompt_with_a_hint_is_not_saved_again_after_a_clear(
     engine: Engine, memory: MemoryStore, looks: list[bool | None]
 ) -> None:
     leave_mark(memory, engine.runner.namespace.digest)

@@ -1,4 +1,4 @@
-"""Block accounting: the holder of a block keeps it, while others allocate, publish, take up and release."""
+"""Block accounting: a block in use keeps its contents while others are allocated, published, reused and released."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HASHES = [bytes([i]) for i in range(8)]
 
 
 class BlockAccounting(RuleBasedStateMachine):
-    """Any order of calls, against the simplest book that could be kept of them."""
+    """Compares calls in any order with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = BlockManager(NUM_BLOCKS)
         self.references = dict.fromkeys(range(NUM_BLOCKS), 0)
         self.published: dict[bytes, int] = {}
-        self.idle: list[int] = []  # in the order in which they are to be reused
+        self.idle: list[int] = []  # in the order of their reuse
 
     @property
     def held(self) -> list[int]:
@@ -39,15 +39,15 @@ class BlockAccounting(RuleBasedStateMachine):
             with pytest.raises(NoFreeBlocks):
                 self.blocks.allocate_blocks(count)
             return
-        given = self.blocks.allocate_blocks(count)
-        # Nothing published is given away while something without contents is left, then the oldest goes first.
+        allocated = self.blocks.allocate_blocks(count)
+        # Free blocks without contents are used first, and then the oldest published blocks.
         from_idle = self.idle[: max(0, count - len(free))]
-        assert set(given[: count - len(from_idle)]) <= free
-        assert given[count - len(from_idle) :] == from_idle
-        assert len(set(given)) == count
+        assert set(allocated[: count - len(from_idle)]) <= free
+        assert allocated[count - len(from_idle) :] == from_idle
+        assert len(set(allocated)) == count
         self.published = {key: block for key, block in self.published.items() if block not in from_idle}
         self.idle = self.idle[len(from_idle) :]
-        for block in given:
+        for block in allocated:
             self.references[block] = 1
 
     @precondition(lambda self: self.held)
@@ -63,17 +63,17 @@ class BlockAccounting(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         table = data.draw(st.lists(st.sampled_from(self.held), unique=True))
         self.blocks.release_blocks(table)
-        for block in reversed(table):  # the tail of a sequence is worth least, so it is reused first
+        for block in reversed(table):  # the end of a sequence is the least useful part, so it is reused first
             self.references[block] -= 1
             if not self.references[block] and block in self.published.values():
                 self.idle.append(block)
 
     @rule(data=st.data())
-    def release_what_nobody_holds(self, data: st.DataObject) -> None:
-        unheld = sorted(set(self.references) - set(self.held))
-        if unheld:
+    def release_a_free_block(self, data: st.DataObject) -> None:
+        available_blocks = sorted(set(self.references) - set(self.held))
+        if available_blocks:
             with pytest.raises(ValueError, match="released more often"):
-                self.blocks.release_blocks([data.draw(st.sampled_from(unheld))])
+                self.blocks.release_blocks([data.draw(st.sampled_from(available_blocks))])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
@@ -81,23 +81,23 @@ class BlockAccounting(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.held))
         self.blocks.publish_block(block, block_hash)
         if block not in self.published.values():
-            self.published.setdefault(block_hash, block)  # the first block under a hash stays the one
+            self.published.setdefault(block_hash, block)  # a hash keeps its first block
 
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
-    def publish_what_nobody_holds(self, data: st.DataObject, block_hash: bytes) -> None:
-        unheld = sorted(set(self.references) - set(self.held))
-        if unheld:
+    def publish_a_free_block(self, data: st.DataObject, block_hash: bytes) -> None:
+        available_blocks = sorted(set(self.references) - set(self.held))
+        if available_blocks:
             with pytest.raises(ValueError, match="has no references"):
-                self.blocks.publish_block(data.draw(st.sampled_from(unheld)), block_hash)
+                self.blocks.publish_block(data.draw(st.sampled_from(available_blocks)), block_hash)
 
     @precondition(lambda self: self.published)
     @rule(data=st.data())
     def take_cached(self, data: st.DataObject) -> None:
-        wanted = data.draw(st.lists(st.sampled_from(sorted(self.published)), unique=True))
-        idle_before = self.blocks.num_idle(wanted)
+        hashes = data.draw(st.lists(st.sampled_from(sorted(self.published)), unique=True))
+        idle_before = self.blocks.num_idle(hashes)
         available_before = self.blocks.num_available
-        taken = self.blocks.take_cached_blocks(wanted)
-        assert taken == [self.published[block_hash] for block_hash in wanted]
+        taken = self.blocks.take_cached_blocks(hashes)
+        assert taken == [self.published[block_hash] for block_hash in hashes]
         assert self.blocks.num_available == available_before - idle_before
         for block in taken:
             self.references[block] += 1
@@ -105,7 +105,7 @@ class BlockAccounting(RuleBasedStateMachine):
                 self.idle.remove(block)
 
     @rule()
-    def forget_all(self) -> None:
+    def unpublish_all(self) -> None:
         assert self.blocks.unpublish_all() == len(self.published)
         self.published.clear()
         self.idle.clear()
@@ -147,19 +147,19 @@ def test_the_tail_of_a_sequence_is_reused_before_its_beginning() -> None:
     assert blocks.match_prefix(HASHES) == 2
 
 
-def test_what_was_used_last_is_reused_last() -> None:
+def test_the_most_recently_used_block_is_reused_last() -> None:
     blocks = BlockManager(2)
     old, recent = blocks.allocate_blocks(2)
     blocks.publish_block(old, b"old")
     blocks.publish_block(recent, b"recent")
     blocks.release_blocks([old])
     blocks.release_blocks([recent])
-    blocks.release_blocks(blocks.take_cached_blocks([b"old"]))  # now it is the recent one
+    blocks.release_blocks(blocks.take_cached_blocks([b"old"]))  # now it is the most recently used one
     assert blocks.allocate_blocks(1) == [recent]
     assert blocks.match_prefix([b"old"]) == 1
 
 
-def test_a_reused_block_is_not_found_under_its_old_hash() -> None:
+def test_a_reused_block_is_not_found_by_its_old_hash() -> None:
     blocks = BlockManager(1)
     (block,) = blocks.allocate_blocks(1)
     blocks.publish_block(block, b"old")
@@ -169,7 +169,7 @@ def test_a_reused_block_is_not_found_under_its_old_hash() -> None:
     assert (blocks.match_prefix([b"old"]), blocks.match_prefix([b"new"])) == (0, 1)
 
 
-def test_a_block_without_contents_is_reused_before_any_that_is_published() -> None:
+def test_a_block_without_contents_is_reused_before_published_blocks() -> None:
     blocks = BlockManager(2)
     published, other = blocks.allocate_blocks(2)
     blocks.publish_block(published, b"published")

@@ -1,4 +1,4 @@
-"""KV events of the prefix cache: whoever applies them knows what can be found."""
+"""KV events of the prefix cache: a client that applies them has the hashes of all cached blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cache:
 
 
 def numbers(prompt: list[int], salt: str = "") -> list[int]:
-    """The prompt's hashes as they are published."""
+    """Return the prompt's hashes in the form of the events."""
     sequence = Sequence(Request("r", tuple(prompt), SamplingParams(1), cache_salt=salt), BLOCK)
     return [int.from_bytes(block_hash[-8:], "big") for block_hash in sequence.hashes()]
 
@@ -57,7 +57,7 @@ def test_the_full_blocks_of_a_prompt_are_one_event_with_their_tokens() -> None:
     assert Cache().compute(prompt) == [BlockStored([*numbers(prompt)], None, prompt[:8], BLOCK, medium="GPU")]
 
 
-def test_blocks_after_a_known_prefix_name_their_parent() -> None:
+def test_an_event_of_blocks_after_a_known_prefix_has_their_parent() -> None:
     cache, prompt = Cache(), list(range(13))
     cache.compute(prompt[:9])
     _, second, third = numbers(prompt)
@@ -78,12 +78,12 @@ def test_a_salt_is_an_extra_key_of_the_first_block() -> None:
     [event] = cache.compute(prompt, salt="s")
     assert isinstance(event, BlockStored)
     assert event.extra_keys is None
-    [event] = cache.compute(prompt, salt="\ud800")  # JSON can carry it; UTF-8 cannot
+    [event] = cache.compute(prompt, salt="\ud800")  # valid in JSON, but not in UTF-8
     assert isinstance(event, BlockStored)
     assert event.extra_keys == [["\\ud800"], None, None]
 
 
-def test_blocks_that_are_used_again_were_removed_before_others_are_stored() -> None:
+def test_reused_blocks_are_removed_before_others_are_stored() -> None:
     cache, first, second = Cache(num_blocks=3), list(range(9)), list(range(100, 109))
     cache.compute(first)
     removed, stored = cache.compute(second)
@@ -92,7 +92,7 @@ def test_blocks_that_are_used_again_were_removed_before_others_are_stored() -> N
     assert stored.block_hashes == numbers(second)
 
 
-def test_each_group_of_layers_has_events_of_its_own() -> None:
+def test_each_group_of_layers_has_its_own_events() -> None:
     cache, prompt = Cache(num_blocks=8, groups=[Group("full", BLOCK), Group("window", BLOCK, 6)]), list(range(9))
     full, window = cache.compute(prompt)
     assert isinstance(full, BlockStored)
@@ -110,7 +110,7 @@ def test_each_group_of_layers_has_events_of_its_own() -> None:
     assert {event.group_idx for event in removed} == {0, 1}
 
 
-def test_unpublished_blocks_are_removed_and_all_of_them_cleared() -> None:
+def test_there_are_events_for_unpublished_blocks_and_for_a_clear() -> None:
     cache, prompt = Cache(), list(range(9))
     cache.compute(prompt)
     hashes = Sequence(Request("r", tuple(prompt), SamplingParams(1)), BLOCK).hashes()
@@ -121,10 +121,10 @@ def test_unpublished_blocks_are_removed_and_all_of_them_cleared() -> None:
     assert cache.flush() == []
 
 
-def test_who_applies_the_events_of_an_engine_knows_its_cache(tiny_checkpoint: Path) -> None:
+def test_a_client_that_applies_an_engines_events_has_the_hashes_of_its_cache(tiny_checkpoint: Path) -> None:
     steps: list[list[Event]] = []
     with Engine(tiny_checkpoint, num_blocks=12, events=CacheEvents(steps.append)) as engine:
-        for begin in (0, 40, 0, 80, 120):  # more prompts than the cache holds
+        for begin in (0, 40, 0, 80, 120):  # more prompts than the cache can hold
             engine.answer([begin + i % 40 for i in range(70)], 20)
         engine.core.call(lambda: None).result()  # the last step's events are published before the next command
         engine.core.call(lambda: None).result()

@@ -1,4 +1,4 @@
-"""How long a request says that its prompt is to be cached: in Anthropic's words and in OpenAI's.
+"""Cache hints: the time for which a request asks to cache its prompt, in the fields of Anthropic and of OpenAI.
 
 Sources: the types of their clients (``anthropic.types.CacheControlEphemeralParam``; ``prompt_cache_...`` in
 ``openai.types.chat.completion_create_params``), and their guides to prompt caching
@@ -21,7 +21,7 @@ from engine.scheduling.cache_hints import CacheControl, CacheHint, CacheMark, fi
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [("90s", 90), ("5m", 300), ("1h", 3600), ("24h", 86400)])
-def test_a_time_is_read_as_anthropics_clients_write_it(ttl: str, seconds: float) -> None:
+def test_times_in_anthropics_format_are_parsed(ttl: str, seconds: float) -> None:
     assert CacheControl(type="ephemeral", ttl=ttl).seconds == seconds
     assert CacheControl(type="ephemeral").seconds == 300
 
@@ -35,14 +35,14 @@ def test_a_time_is_read_as_anthropics_clients_write_it(ttl: str, seconds: float)
         ("yes", "messages.1.cache_control: Input should be a valid dictionary"),
     ],
 )
-def test_what_is_no_hint_is_refused_with_its_place(control: Any, sentence: str) -> None:
+def test_the_error_for_an_invalid_hint_has_its_path(control: Any, sentence: str) -> None:
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b", "cache_control": control}]
     with pytest.raises(ValueError, match=sentence[:40]) as caught:
         list(find_marks(messages, 1800))
     assert str(caught.value).startswith(sentence)
 
 
-def test_marks_stand_at_parts_and_at_messages() -> None:
+def test_parts_and_messages_can_have_marks() -> None:
     hour = {"type": "ephemeral", "ttl": "1h"}
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "a", "cache_control": hour}]},
@@ -63,7 +63,7 @@ def test_marks_stand_at_parts_and_at_messages() -> None:
     ]
 
 
-def test_tokens_are_kept_as_long_as_the_longest_hint_on_them_says() -> None:
+def test_the_longest_hint_of_a_token_sets_its_time() -> None:
     hints = [CacheHint(8, 3600), CacheHint(20, 300)]
     assert [seconds_kept(hints, end) for end in (4, 8, 12, 20, 24)] == [3600, 3600, 300, 300, 0]
 
@@ -92,11 +92,11 @@ def test_a_wrong_breakpoint_is_refused_in_one_sentence() -> None:
         ({"cache_control": {"type": "ephemeral"}, "prompt_cache_retention": "24h"}, 300),
     ],
 )
-def test_openais_fields_say_how_long_the_whole_prompt_is_cached(fields: dict[str, Any], seconds: float) -> None:
+def test_openais_fields_set_the_time_of_the_whole_prompt(fields: dict[str, Any], seconds: float) -> None:
     assert CompletionBody.model_validate({"prompt": "a", **fields}).cache_seconds == seconds
 
 
-def test_a_breakpoint_may_have_a_time_of_its_own() -> None:
+def test_a_breakpoint_can_have_its_own_time() -> None:
     part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
     assert list(find_marks([{"role": "user", "content": [part]}], 600)) == [CacheMark(0, "a", 12 * 3600)]
 
@@ -108,7 +108,7 @@ def list_values(of: Any, name: str) -> list[Any]:
     return [value for kind in kinds if typing.get_origin(kind) is typing.Literal for value in typing.get_args(kind)]
 
 
-def test_each_value_that_the_clients_of_openai_and_anthropic_know_is_taken() -> None:
+def test_all_values_of_the_clients_of_openai_and_anthropic_are_accepted() -> None:
     retentions = list_values(chat_params.CompletionCreateParamsBase, "prompt_cache_retention")
     ttls, modes = (list_values(chat_params.PromptCacheOptions, name) for name in ("ttl", "mode"))
     times = list_values(anthropic.types.CacheControlEphemeralParam, "ttl")

@@ -1,4 +1,4 @@
-"""A request that takes nothing from the pool says why, and is counted by the reason."""
+"""A request without blocks from the pool has a reason, and a metric counts the reasons."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROMPT = random.Random(1).choices(range(VOCAB_SIZE), k=65)
 OTHER = random.Random(2).choices(range(VOCAB_SIZE), k=65)
 
 
-def told(answering: Answering) -> tuple[Reason, str]:
+def get_pool_use(answering: Answering) -> tuple[Reason, str]:
     return answering.sequence.pool_use.reason, answering.sequence.pool_use.text
 
 
-def counted(engine: Engine) -> dict[str, float]:
-    """Requests by reason, of those that there were."""
+def count_reasons(engine: Engine) -> dict[str, float]:
+    """Return the numbers of requests for all reasons that occurred."""
     counts = {
         each.value: engine.metric("kvstore_pool_unused_requests_total", reason=each.value)
         for each in Reason
@@ -35,7 +35,7 @@ def counted(engine: Engine) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def filled(tiny_checkpoint: Path) -> MemoryStore:
-    """A pool that holds the prompt's blocks."""
+    """A pool with the prompt's blocks."""
     store = MemoryStore(64 << 20)
     with Engine(tiny_checkpoint, store=FaultyStore(store)) as engine:
         engine.answer(PROMPT, 1)
@@ -53,27 +53,27 @@ def engine(tiny_checkpoint: Path, store: FaultyStore) -> Iterator[Engine]:
         yield running
 
 
-def test_a_prompt_shorter_than_a_block(engine: Engine) -> None:
-    assert told(engine.answer(PROMPT[:5], 1)) == (Reason.SHORT, "shorter than a block (5 of 16 tokens)")
-    reason, text = told(engine.answer(PROMPT[:16], 1))
+def test_a_prompt_is_shorter_than_a_block(engine: Engine) -> None:
+    assert get_pool_use(engine.answer(PROMPT[:5], 1)) == (Reason.SHORT, "shorter than a block (5 of 16 tokens)")
+    reason, text = get_pool_use(engine.answer(PROMPT[:16], 1))
     assert (reason, text.partition(",")[0]) == (Reason.SHORT, "not longer than a block (16 tokens)")
-    assert counted(engine) == {"short": 2}
+    assert count_reasons(engine) == {"short": 2}
 
 
-def test_a_prompt_that_is_there_counts_as_none_of_them(engine: Engine) -> None:
-    assert told(engine.answer(PROMPT, 1)) == (Reason.HIT, "the pool had 4 of 4 blocks, of which 4 arrived")
-    assert counted(engine) == {}
+def test_a_hit_has_no_such_reason(engine: Engine) -> None:
+    assert get_pool_use(engine.answer(PROMPT, 1)) == (Reason.HIT, "the pool had 4 of 4 blocks, of which 4 arrived")
+    assert count_reasons(engine) == {}
 
 
-def test_a_prompt_that_is_not_there(engine: Engine) -> None:
-    assert told(engine.answer(OTHER, 1)) == (Reason.ABSENT, "not in the pool (it lacks the first of 4 blocks)")
-    assert counted(engine) == {"absent": 1}
+def test_a_prompt_is_not_in_the_pool(engine: Engine) -> None:
+    assert get_pool_use(engine.answer(OTHER, 1)) == (Reason.ABSENT, "not in the pool (it lacks the first of 4 blocks)")
+    assert count_reasons(engine) == {"absent": 1}
 
 
-def test_a_prompt_that_the_instances_own_cache_has(engine: Engine) -> None:
+def test_the_own_cache_has_the_prompt(engine: Engine) -> None:
     engine.answer(PROMPT, 1)
-    assert told(engine.answer(PROMPT, 1)) == (Reason.OWN_CACHE, "own cache had all 4 blocks")
-    assert counted(engine) == {"own_cache": 1}
+    assert get_pool_use(engine.answer(PROMPT, 1)) == (Reason.OWN_CACHE, "own cache had all 4 blocks")
+    assert count_reasons(engine) == {"own_cache": 1}
 
 
 @pytest.mark.parametrize(
@@ -81,68 +81,68 @@ def test_a_prompt_that_the_instances_own_cache_has(engine: Engine) -> None:
     [
         (Fault.ALL_FAIL, "the pool is not reachable: ALL_FAIL"),
         (Fault.GONE_AT_LOAD, "none of 4 blocks arrived (evicted meanwhile, damaged, or the pool is not reachable)"),
-        (Fault.RAISES_HALF_WAY, "the load failed; the log says why"),
+        (Fault.RAISES_DURING_READ, "the load failed; the log says why"),
     ],
 )
-def test_a_pool_that_fails(engine: Engine, store: FaultyStore, fault: Fault, text: str) -> None:
+def test_the_pool_fails(engine: Engine, store: FaultyStore, fault: Fault, text: str) -> None:
     store.fault = fault
-    assert told(engine.answer(PROMPT, 1)) == (Reason.FAILED, text)
-    assert counted(engine) == {"failed": 1}
+    assert get_pool_use(engine.answer(PROMPT, 1)) == (Reason.FAILED, text)
+    assert count_reasons(engine) == {"failed": 1}
 
 
-def test_a_pool_that_is_away_tells_its_trouble(tiny_checkpoint: Path) -> None:
+def test_the_reason_contains_the_error_of_an_unavailable_pool(tiny_checkpoint: Path) -> None:
     def open_store() -> StorageBackend:
         raise PoolUnavailable("the master is down")
 
     with Engine(tiny_checkpoint, open_store=open_store, wait_for_pool=False) as engine:
-        reason, text = told(engine.answer(PROMPT, 1))
+        reason, text = get_pool_use(engine.answer(PROMPT, 1))
     assert reason is Reason.FAILED
     assert text.startswith("the pool is not reachable: not used for ")
 
 
-def test_a_pool_that_is_slower_than_computing(engine: Engine, store: FaultyStore) -> None:
+def test_the_pool_is_slower_than_computing(engine: Engine, store: FaultyStore) -> None:
     store.load_seconds = 0.5
     answers = []
     for salt in range(5):
-        for _ in range(2):  # what was computed is saved, and read once the own cache has forgotten it
+        for _ in range(2):  # the first request saves the blocks; the second one loads them, as the own cache is empty
             answers.append(engine.answer(PROMPT, 1, salt=str(salt)))
             free = engine.blocks.num_available
             engine.blocks.release_blocks(engine.blocks.allocate_blocks(free))
-    reason, text = told(answers[-1])
+    reason, text = get_pool_use(answers[-1])
     assert reason is Reason.SLOW
     assert text.startswith("computing was expected to be faster (4 of 4 blocks are in the pool; a block takes 1")
-    assert counted(engine)["slow"] == 1
+    assert count_reasons(engine)["slow"] == 1
 
 
-def test_no_pool(tiny_checkpoint: Path) -> None:
+def test_there_is_no_pool(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint) as engine:
-        assert told(engine.answer(PROMPT, 1))[0] is Reason.NO_POOL
-        assert counted(engine) == {"no_pool": 1}
+        assert get_pool_use(engine.answer(PROMPT, 1))[0] is Reason.NO_POOL
+        assert count_reasons(engine) == {"no_pool": 1}
 
 
-def test_a_request_that_ends_while_its_blocks_are_read(engine: Engine, store: FaultyStore) -> None:
+def test_a_request_ends_during_its_load(engine: Engine, store: FaultyStore) -> None:
     store.hang_loads()
     answering = engine.begin(PROMPT, 1)
     assert store.hanging.wait(30)
     engine.core.abort_sequence(answering.sequence)
     answering.wait()
-    assert counted(engine) == {"ended": 1}
+    assert count_reasons(engine) == {"ended": 1}
     store.go_on()
 
 
-def test_a_prompt_of_which_a_part_is_there(engine: Engine) -> None:
+def test_the_pool_has_a_part_of_the_prompt(engine: Engine) -> None:
     answering = engine.answer(PROMPT[:48] + OTHER, 1)
     text = "the pool had 3 of 7 blocks, of which 3 arrived; it lacks block 3, which is new or was evicted"
-    assert told(answering) == (Reason.HIT, text)
+    assert get_pool_use(answering) == (Reason.HIT, text)
 
 
-def test_an_instance_computes_what_a_slow_pool_has_until_the_pool_is_quick_again(tiny_checkpoint: Path) -> None:
+def test_an_instance_computes_blocks_of_a_slow_pool_until_the_pool_is_fast_again(tiny_checkpoint: Path) -> None:
     prompts = [random.Random(seed).choices(range(VOCAB_SIZE), k=33) for seed in range(22)]
     store = FaultyStore(MemoryStore(64 << 20))
     with Engine(tiny_checkpoint, store=store) as engine:
         answers = [engine.answer(prompt).wait() for prompt in prompts]
     with Engine(tiny_checkpoint, store=store) as engine:
-        engine.answer([1] * 15)  # some steps to learn from
+        engine.answer([1] * 15)  # some steps, from which the engine learns the speed of computing
         store.load_seconds = 0.25
         asked = [engine.answer(prompt) for prompt in prompts[:5]]
         store.load_seconds = 0.0
@@ -154,7 +154,7 @@ def test_an_instance_computes_what_a_slow_pool_has_until_the_pool_is_quick_again
     assert engine.metric("kvstore_load_or_compute_total", decision="compute") == 15
 
 
-def test_a_sequence_counts_its_blocks_that_were_saved(tiny_checkpoint: Path) -> None:
+def test_a_sequence_counts_its_saved_blocks(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, store=MemoryStore(64 << 20)) as engine:
         saves = engine.answer(list(range(1, 50))).sequence.saves
         assert (saves.num_begun, saves.num_done) == (3, 3)

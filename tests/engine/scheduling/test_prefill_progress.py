@@ -1,4 +1,4 @@
-"""A long prompt tells every few seconds how far it is, and a short one nothing."""
+"""The progress of a long prompt is logged every few seconds. That of a short one is not logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Compute = Callable[[Sequence, int, float], None]
 
 @pytest.fixture
 def compute() -> Compute:
-    """Lets a sequence have so many tokens more, in a step of so many seconds."""
+    """Return a function that computes a chunk of a sequence, in a step of the given time."""
     now = [1000.0]
     progress = PrefillProgress(lambda: now[0])
 
@@ -35,7 +35,7 @@ def sequence_of(num_tokens: int, name: str = "r") -> Sequence:
     return Sequence(Request(name, (1,) * num_tokens, SamplingParams(1)), 64)
 
 
-def test_it_tells_how_much_is_computed_and_how_long_the_rest_takes(
+def test_the_log_has_the_computed_tokens_and_the_remaining_time(
     compute: Compute, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -49,20 +49,20 @@ def test_it_tells_how_much_is_computed_and_how_long_the_rest_takes(
     ]
 
 
-def test_a_first_step_that_takes_long_is_told_of_at_its_end(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_first_step_is_logged_at_its_end(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     compute(sequence_of(4096), 2048, 60.0)
     assert caplog.messages == ["prefill of request r: 2048 of 4096 tokens, ~60 s left"]
 
 
 @pytest.mark.parametrize("seconds", [EVERY_SECONDS / 3, 100.0])
-def test_one_step_tells_nothing(compute: Compute, caplog: pytest.LogCaptureFixture, seconds: float) -> None:
+def test_a_prompt_of_one_step_is_not_logged(compute: Compute, caplog: pytest.LogCaptureFixture, seconds: float) -> None:
     caplog.set_level(logging.INFO)
     compute(sequence_of(2048), 2048, seconds)
     assert caplog.messages == []
 
 
-def test_one_that_began_anew_is_not_told_wrong(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_remaining_time_is_right_after_a_preemption(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     preempted = sequence_of(8192)
     compute(preempted, 4096, 1.0)
@@ -77,7 +77,7 @@ def test_one_that_began_anew_is_not_told_wrong(compute: Compute, caplog: pytest.
     ]
 
 
-def test_an_engine_tells_of_prompts_of_several_steps(
+def test_an_engine_logs_the_progress_of_prompts_of_several_steps(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.scheduling.prefill_progress.EVERY_SECONDS", 0.0)
@@ -85,5 +85,5 @@ def test_an_engine_tells_of_prompts_of_several_steps(
     with Engine(tiny_checkpoint, budget=24) as engine:
         engine.answer(range(1, 101), 1)
         engine.answer([1, 2, 3], 3)
-    told = [message.rpartition(",")[0] for message in caplog.messages if "prefill of" in message]
-    assert told == [f"prefill of request 0: {computed} of 100 tokens" for computed in (24, 48, 72, 96)]
+    lines = [message.rpartition(",")[0] for message in caplog.messages if "prefill of" in message]
+    assert lines == [f"prefill of request 0: {computed} of 100 tokens" for computed in (24, 48, 72, 96)]

@@ -1,4 +1,4 @@
-"""The scheduler without tensors: KV memory is played by a table of which prefix was written where."""
+"""The scheduler without tensors: a table of written prefixes simulates KV memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore_backend.groups import Group
 
 BLOCK = 4
 Prefix = tuple[str, tuple[int, ...]]
-"""A token's KV depends on the salt, and all tokens up to it."""
+"""The KV of a token depends on the salt and on all tokens up to it."""
 
 
 def sequence_of(prompt: list[int], max_tokens: int, name: str = "r", salt: str = "") -> Sequence:
@@ -48,7 +48,7 @@ def scheduler_of(
 
 
 class Memory:
-    """Which prefix's KV each slot of each block holds; a block with a state has it in its first slot."""
+    """Simulated KV memory: the prefix of each slot of each block. The state of a block is in its first slot."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._blocks = scheduler.blocks
@@ -56,7 +56,7 @@ class Memory:
         self._slots: dict[tuple[int, int], tuple[int, Prefix]] = {}
 
     def write(self, sequence: Sequence, start: int, stop: int, tables: list[BlockTable] | None = None) -> None:
-        """Write KV of the sequence's tokens into its blocks, or into those that are to become its."""
+        """Write KV of the sequence's tokens to its blocks, or to blocks that it will get."""
         for number, table in enumerate(tables or sequence.tables):
             for end in range(start + 1, stop + 1):
                 place, offset = divmod(end - 1, BLOCK)
@@ -70,14 +70,14 @@ class Memory:
                 assert self._blocks._hash_of[block] is None, f"block {block} is written after it was published"
                 self._slots[block, offset] = number, self._prefix(sequence, end)
 
-    def spoil(self, blocks: list[int]) -> None:
-        """Write rubbish, as a call does that was given up."""
+    def corrupt(self, blocks: list[int]) -> None:
+        """Write garbage, as a late call may do."""
         for block in blocks:
-            assert self._blocks._hash_of[block] is None, f"block {block} is spoilt after it was published"
+            assert self._blocks._hash_of[block] is None, f"block {block} is corrupted after it was published"
             self._slots.update({(block, slot): (-1, ("garbage", ())) for slot in range(BLOCK)})
 
-    def holds(self, sequence: Sequence) -> bool:
-        """Whether all that the next token reads is where the sequence's tables point."""
+    def has_needed_kv(self, sequence: Sequence) -> bool:
+        """Return whether the sequence's blocks contain all KV that the next token reads."""
         computed = sequence.num_computed
         for number, table in enumerate(sequence.tables):
             group = self._groups.groups[number]
@@ -105,15 +105,15 @@ LAYERS: dict[str, list[Group]] = {
 
 
 REQUEST = st.tuples(
-    st.integers(0, 12),  # tokens of a beginning that all share
-    st.lists(st.integers(0, 1), min_size=1, max_size=7),  # its own ones
+    st.integers(0, 12),  # tokens of the shared prefix
+    st.lists(st.integers(0, 1), min_size=1, max_size=7),  # tokens of this request only
     st.integers(1, 16),  # max_tokens
     st.sampled_from(["", "", "other"]),  # salt
 )
 
 
 class Batching(RuleBasedStateMachine):
-    """Requests come, load, run, are preempted, saved, handed over, aborted, in any order, in a pool too small."""
+    """Requests arrive, load, run, are preempted, saved, handed over and aborted, in any order, with too few blocks."""
 
     @initialize(
         num_blocks=st.integers(5, 9),
@@ -149,26 +149,26 @@ class Batching(RuleBasedStateMachine):
         self.arrived = 0
         self.first_admissions: list[int] = []
         for request in requests:
-            self.arrive(request)
+            self.submit(request)
 
     @rule(request=REQUEST)
-    def one_more(self, request: tuple[int, list[int], int, str]) -> None:
-        self.arrive(request)
+    def add_request(self, request: tuple[int, list[int], int, str]) -> None:
+        self.submit(request)
 
-    def arrive(self, request: tuple[int, list[int], int, str]) -> None:
-        sequence = self.new(request)
+    def submit(self, request: tuple[int, list[int], int, str]) -> None:
+        sequence = self.make_sequence(request)
         self.live.append(sequence)
         self.scheduler.add_sequence(sequence)
 
-    def new(self, request: tuple[int, list[int], int, str]) -> Sequence:
+    def make_sequence(self, request: tuple[int, list[int], int, str]) -> Sequence:
         shared, own, max_tokens, salt = request
-        room = self.scheduler.capacity_tokens - shared - len(own)
+        free_tokens = self.scheduler.capacity_tokens - shared - len(own)
         self.arrived += 1
-        return sequence_of([7] * shared + own, min(max_tokens, room), str(self.arrived), salt)
+        return sequence_of([7] * shared + own, min(max_tokens, free_tokens), str(self.arrived), salt)
 
     @rule(request=REQUEST)
-    def another_instance_asks_for_blocks(self, request: tuple[int, list[int], int, str]) -> None:
-        sequence = self.new(request)
+    def another_instance_reserves_blocks(self, request: tuple[int, list[int], int, str]) -> None:
+        sequence = self.make_sequence(request)
         reservation = self.scheduler.reserve_blocks(sequence.hashes(), sequence.num_prompt_tokens)
         if reservation is not None:
             assert len(reservation.blocks) == self.scheduler.groups.count_held_blocks(sequence.num_prompt_tokens)
@@ -176,10 +176,10 @@ class Batching(RuleBasedStateMachine):
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), is_complete=st.booleans())
-    def another_instance_has_written(self, data: st.DataObject, is_complete: bool) -> None:
+    def another_instance_ends_a_transfer(self, data: st.DataObject, is_complete: bool) -> None:
         reservation = data.draw(st.sampled_from(list(self.reserved)))
         sequence = self.reserved.pop(reservation)
-        self.memory.spoil(reservation.missing)
+        self.memory.corrupt(reservation.missing)
         if not is_complete:
             self.scheduler.cancel_reservation(reservation)
             return
@@ -194,22 +194,22 @@ class Batching(RuleBasedStateMachine):
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.run_one_step()
-            self.every_sequence_finds_its_own_kv()
+            self.every_sequence_has_its_own_kv()
             self.no_more_sequences_than_allowed_run_or_hold_blocks()
-            self.every_block_has_exactly_its_owners_references()
+            self.references_are_equal_to_owners()
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def a_load_ends(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.loads))
-        wanted = (len(sequence.token_ids) - 1) // BLOCK - sequence.num_computed // BLOCK
-        self.end_load(sequence, data.draw(st.integers(0, wanted)), given_up=data.draw(st.booleans()))
+        remaining = (len(sequence.token_ids) - 1) // BLOCK - sequence.num_computed // BLOCK
+        self.end_load(sequence, data.draw(st.integers(0, remaining)), is_late=data.draw(st.booleans()))
 
     @precondition(lambda self: self.late_blocks)
     @rule()
-    def a_call_that_was_given_up_ends(self) -> None:
+    def a_late_call_ends(self) -> None:
         blocks = self.late_blocks.pop()
-        self.memory.spoil(blocks)
+        self.memory.corrupt(blocks)
         self.scheduler.blocks.release_blocks(blocks)
 
     @precondition(lambda self: self.scheduler.running)
@@ -235,8 +235,8 @@ class Batching(RuleBasedStateMachine):
         assert sequence.state is (State.LOADING if sequence in self.loads else State.FINISHED)
 
     @invariant()
-    def every_sequence_finds_its_own_kv(self) -> None:
-        assert all(self.memory.holds(sequence) for sequence in self.holding())
+    def every_sequence_has_its_own_kv(self) -> None:
+        assert all(self.memory.has_needed_kv(sequence) for sequence in self.list_sequences_with_blocks())
 
     @invariant()
     def no_more_sequences_than_allowed_run_or_hold_blocks(self) -> None:
@@ -247,30 +247,34 @@ class Batching(RuleBasedStateMachine):
         assert not any(table.blocks for sequence in scheduler.waiting for table in sequence.tables)
 
     @invariant()
-    def every_block_has_exactly_its_owners_references(self) -> None:
-        owned = [table.blocks[table.num_released :] for sequence in self.holding() for table in sequence.tables]
+    def references_are_equal_to_owners(self) -> None:
+        owned = [
+            table.blocks[table.num_released :]
+            for sequence in self.list_sequences_with_blocks()
+            for table in sequence.tables
+        ]
         owned += [reservation.blocks for reservation in self.reserved]
         references = Counter(block for blocks in owned + self.saves + self.late_blocks for block in blocks)
         blocks = self.scheduler.blocks
         assert all(blocks.num_references(block) == references[block] for block in range(blocks.num_blocks))
 
     @invariant()
-    def what_others_may_keep_leaves_room_for_the_longest_sequence(self) -> None:
-        lent = {block for reservation in self.reserved for block in reservation.blocks}
-        assert len(lent) + self.scheduler.longest_blocks <= self.scheduler.blocks.num_blocks
+    def reservations_leave_space_for_the_longest_sequence(self) -> None:
+        reserved = {block for reservation in self.reserved for block in reservation.blocks}
+        assert len(reserved) + self.scheduler.longest_blocks <= self.scheduler.blocks.num_blocks
 
     @invariant()
-    def the_oldest_stand_first(self) -> None:
+    def queues_are_sorted_by_arrival(self) -> None:
         for queue in (self.scheduler.waiting, self.scheduler.ready, self.scheduler.running):
             ages = [sequence.arrival for sequence in queue]
             assert ages == sorted(ages)
 
     @invariant()
-    def those_who_came_first_are_admitted_first(self) -> None:
+    def sequences_are_first_admitted_in_order_of_arrival(self) -> None:
         assert self.first_admissions == sorted(self.first_admissions)
 
     def teardown(self) -> None:
-        """Once everybody else has ended every request does, and all blocks come back."""
+        """After loads, saves and reservations have ended, every request ends, and all blocks become free."""
         for reservation in self.reserved:
             self.scheduler.cancel_reservation(reservation)
         while self.live or self.loads:
@@ -282,21 +286,21 @@ class Batching(RuleBasedStateMachine):
         while self.saves + self.late_blocks:
             self.scheduler.blocks.release_blocks((self.saves or self.late_blocks).pop())
         assert self.scheduler.blocks.num_available == self.scheduler.blocks.num_blocks
-        assert [*self.scheduler.waiting, *self.holding(), *self.scheduler.reservations] == []
+        assert [*self.scheduler.waiting, *self.list_sequences_with_blocks(), *self.scheduler.reservations] == []
 
-    def holding(self) -> list[Sequence]:
+    def list_sequences_with_blocks(self) -> list[Sequence]:
         return self.scheduler.running + self.scheduler.ready + self.scheduler.loading
 
-    def end_load(self, sequence: Sequence, num_blocks: int, *, given_up: bool = False) -> None:
+    def end_load(self, sequence: Sequence, num_blocks: int, *, is_late: bool = False) -> None:
         first = sequence.num_computed // BLOCK
         end = sequence.num_computed + num_blocks * BLOCK
-        read = [  # what is needed at the resume point, and nothing else
+        read = [  # only the blocks that are needed at the resume point
             BlockTable(table.blocks, max(table.num_released, group.find_first_needed(end)))
             for group, table in zip(self.scheduler.groups.groups, sequence.tables, strict=True)
         ]
         self.memory.write(sequence, sequence.num_computed, end, read)
         self.loads.remove(sequence)
-        if given_up:
+        if is_late:
             missing = [
                 block
                 for table in sequence.tables
@@ -304,17 +308,17 @@ class Batching(RuleBasedStateMachine):
             ]
             self.scheduler.blocks.hold_blocks(missing)
             self.late_blocks.append(missing)
-        self.scheduler.on_load_end(sequence, num_blocks, usable=not given_up)
+        self.scheduler.on_load_end(sequence, num_blocks, usable=not is_late)
 
     def append(self, sequence: Sequence) -> None:
-        # Few different tokens, so that sequences with equal beginnings stay equal for a while.
+        # Few different tokens, so sequences with equal prefixes often remain equal.
         sequence.token_ids.append(len(sequence.token_ids) % 2)
         if sequence.num_output_tokens == sequence.request.params.max_tokens:
             self.live.remove(sequence)
             self.scheduler.finish_sequence(sequence)
 
     def run_one_step(self) -> list[Chunk]:
-        """One step as ``EngineCore`` takes it."""
+        """Run a step as ``EngineCore`` does."""
         new = [sequence for sequence in self.scheduler.waiting if not sequence.num_preemptions]
         to_load = self.scheduler.admit_waiting()
         self.first_admissions += [int(s.request.request_id) for s in new if s.state is not State.WAITING]
@@ -352,7 +356,7 @@ TestBatching = Batching.TestCase
 TestBatching.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
-def test_running_decodes_get_their_token_in_every_step_of_a_long_prefill() -> None:
+def test_running_decodes_get_a_token_in_every_step_of_a_long_prefill() -> None:
     scheduler = scheduler_of(40, budget=8)
     decoding = sequence_of([1], 50)
     scheduler.add_sequence(decoding)
@@ -373,7 +377,7 @@ def test_the_rest_of_the_budget_goes_to_the_oldest_prompt() -> None:
     assert run(scheduler) == [(first, 2), (second, 8)]
 
 
-def test_the_youngest_is_preempted_and_goes_on_from_its_published_blocks() -> None:
+def test_the_youngest_sequence_is_preempted_and_continues_from_its_published_blocks() -> None:
     scheduler = scheduler_of(5, budget=16)
     old, young = sequence_of([1] * 8, 8), sequence_of([2] * 6, 3)
     scheduler.add_sequence(old)
@@ -387,7 +391,7 @@ def test_the_youngest_is_preempted_and_goes_on_from_its_published_blocks() -> No
     assert young.num_computed == 2 * BLOCK
 
 
-def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
+def test_a_preempted_sequence_is_before_sequences_that_never_ran() -> None:
     scheduler = scheduler_of(5, budget=16, max_num_seqs=2)
     old, young, last = sequence_of([1] * 8, 8), sequence_of([2] * 6, 3), sequence_of([3], 1)
     for sequence in (old, young, last):
@@ -397,7 +401,7 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
     assert list(scheduler.waiting) == [young, last]
 
 
-def test_a_sequence_that_preempts_itself_leaves_its_token_of_the_budget_to_others() -> None:
+def test_others_can_use_the_budget_of_a_sequence_that_preempts_itself() -> None:
     scheduler = scheduler_of(6, budget=8)
     old, young = sequence_of([1] * 20, 1), sequence_of([2] * BLOCK, 5)
     reservation = scheduler.reserve_blocks(young.hashes(), BLOCK)
@@ -410,7 +414,7 @@ def test_a_sequence_that_preempts_itself_leaves_its_token_of_the_budget_to_other
     assert young.state is State.WAITING
 
 
-def test_loads_begin_while_all_places_are_taken() -> None:
+def test_loads_begin_while_the_maximum_of_sequences_runs() -> None:
     scheduler = scheduler_of(40, max_num_seqs=1, pool=True)
     running, ahead, later = sequence_of([1], 5), sequence_of([2] * 9, 5), sequence_of([3] * 9, 5)
     for sequence in (running, ahead, later):
@@ -423,7 +427,7 @@ def test_loads_begin_while_all_places_are_taken() -> None:
     assert (scheduler.running, ahead.num_computed) == ([ahead], 2 * BLOCK)
 
 
-def test_loads_ahead_leave_each_running_sequence_a_block_to_grow_by() -> None:
+def test_early_loads_leave_a_block_for_each_running_sequence() -> None:
     scheduler = scheduler_of(8, max_num_seqs=2, pool=True)
     for token in (1, 2):
         scheduler.add_sequence(sequence_of([token], 20))
@@ -431,7 +435,7 @@ def test_loads_ahead_leave_each_running_sequence_a_block_to_grow_by() -> None:
     assert scheduler.admit_waiting() == []
 
 
-def test_those_who_wait_for_a_place_give_their_blocks_to_those_who_run() -> None:
+def test_running_sequences_get_the_blocks_of_ready_ones() -> None:
     scheduler = scheduler_of(6, max_num_seqs=1, pool=True)
     running, ahead = sequence_of([1], 24), sequence_of([2] * 13, 5)
     for sequence in (running, ahead):
@@ -446,7 +450,7 @@ def test_those_who_wait_for_a_place_give_their_blocks_to_those_who_run() -> None
 
 
 @pytest.mark.parametrize("num_loaded", [0, 1])
-def test_a_place_brings_what_others_published_since_the_blocks_were_allocated(num_loaded: int) -> None:
+def test_a_sequence_that_begins_to_run_uses_blocks_that_others_published_meanwhile(num_loaded: int) -> None:
     scheduler = scheduler_of(40, max_num_seqs=1, budget=100, pool=True)
     first, same = sequence_of([1] * 13, 5), sequence_of([1] * 13, 5)
     for sequence in (first, same):
@@ -460,7 +464,7 @@ def test_a_place_brings_what_others_published_since_the_blocks_were_allocated(nu
     assert (same.num_computed, same.own_cached_tokens) == (3 * BLOCK, (3 - num_loaded) * BLOCK)
 
 
-def test_blocks_exchanged_for_a_place_are_there_for_those_who_wait_at_once() -> None:
+def test_blocks_that_a_sequence_replaces_at_its_start_are_free_immediately() -> None:
     scheduler = scheduler_of(9, max_num_seqs=2, budget=100, pool=True)
     first, same, other = sequence_of([1] * 9, 5), sequence_of([1] * 9, 5), sequence_of([2] * 9, 5)
     for sequence in (first, same, other):
@@ -472,7 +476,7 @@ def test_blocks_exchanged_for_a_place_are_there_for_those_who_wait_at_once() -> 
     assert scheduler.admit_waiting() == [other]
 
 
-def test_a_prompt_that_another_instance_computed_is_not_computed_in_part_again() -> None:
+def test_no_part_of_a_handed_over_prompt_is_computed_again() -> None:
     scheduler = scheduler_of(20)
     sequence = sequence_of([1] * (2 * BLOCK + 1), 4)
     reservation = scheduler.reserve_blocks(sequence.hashes(), 2 * BLOCK + 1)
@@ -483,7 +487,7 @@ def test_a_prompt_that_another_instance_computed_is_not_computed_in_part_again()
     assert sequence.num_computed == 2 * BLOCK + 1
 
 
-def test_a_preempted_sequence_is_not_the_youngest_because_it_came_back_last() -> None:
+def test_running_sequences_are_sorted_by_arrival_and_not_by_admission() -> None:
     scheduler = scheduler_of(12, budget=100, max_num_seqs=3)
     old, preempted, young = (sequence_of([token] * 9, 30) for token in range(3))
     scheduler.add_sequence(old)
@@ -494,7 +498,7 @@ def test_a_preempted_sequence_is_not_the_youngest_because_it_came_back_last() ->
     assert scheduler.running == [old, preempted, young]
 
 
-def test_what_a_load_that_was_given_up_brought_counts_as_the_pools() -> None:
+def test_blocks_of_a_late_load_count_as_blocks_from_the_pool() -> None:
     scheduler = scheduler_of(8, pool=True)
     sequence = sequence_of([1] * 9, 1)
     scheduler.add_sequence(sequence)
@@ -504,7 +508,7 @@ def test_what_a_load_that_was_given_up_brought_counts_as_the_pools() -> None:
     assert (sequence.num_computed, sequence.own_cached_tokens) == (BLOCK, 0)
 
 
-def test_a_sequence_that_loads_holds_its_blocks_until_the_load_ended_even_if_aborted() -> None:
+def test_an_aborted_sequence_holds_its_blocks_until_its_load_ends() -> None:
     scheduler = scheduler_of(6, pool=True)
     sequence = sequence_of([1] * 9, 1)
     scheduler.add_sequence(sequence)
@@ -516,7 +520,7 @@ def test_a_sequence_that_loads_holds_its_blocks_until_the_load_ended_even_if_abo
     assert sequence.state is State.FINISHED
 
 
-def test_the_longest_sequence_runs_beside_reservations_that_are_never_given_back() -> None:
+def test_the_longest_sequence_can_run_while_reservations_never_end() -> None:
     scheduler = scheduler_of(10, max_model_len=4 * BLOCK)
     assert scheduler.reserve_blocks([], 7 * BLOCK) is None
     assert scheduler.reserve_blocks([], 5 * BLOCK)
@@ -528,7 +532,7 @@ def test_the_longest_sequence_runs_beside_reservations_that_are_never_given_back
     assert scheduler.running == [longest]
 
 
-def test_of_a_reservation_only_what_is_not_cached_is_written_and_the_rest_counts_as_cached() -> None:
+def test_a_reservation_contains_cached_blocks_that_are_not_written() -> None:
     scheduler = scheduler_of(20, budget=100)
     earlier = sequence_of([1] * (2 * BLOCK), 1)
     scheduler.add_sequence(earlier)
@@ -543,7 +547,7 @@ def test_of_a_reservation_only_what_is_not_cached_is_written_and_the_rest_counts
     assert sequence.own_cached_tokens == 2 * BLOCK
 
 
-def test_offloaded_blocks_are_given_back_once() -> None:
+def test_offloaded_blocks_are_released_once() -> None:
     scheduler = scheduler_of(20, budget=100, prefix_caching=False)
     sequence = sequence_of([1] * (3 * BLOCK), 4)
     scheduler.add_sequence(sequence)
@@ -557,9 +561,7 @@ def test_offloaded_blocks_are_given_back_once() -> None:
 
 
 @pytest.mark.parametrize(("prompt_tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
-def test_the_last_token_is_always_computed_so_a_block_ending_with_it_is_not_taken_up(
-    prompt_tokens: int, blocks: int
-) -> None:
+def test_a_block_that_ends_with_the_last_token_is_not_used(prompt_tokens: int, blocks: int) -> None:
     scheduler = scheduler_of(20, budget=100)
     for _ in range(2):
         sequence = sequence_of([1] * prompt_tokens, 1)
@@ -569,7 +571,7 @@ def test_the_last_token_is_always_computed_so_a_block_ending_with_it_is_not_take
     assert sequence.own_cached_tokens == blocks * BLOCK
 
 
-def test_sequences_of_another_salt_share_nothing() -> None:
+def test_sequences_with_different_salts_share_no_blocks() -> None:
     scheduler = scheduler_of(20, budget=100)
     for salt in ("", "mine"):
         sequence = sequence_of([1] * 9, 1, salt=salt)
@@ -579,7 +581,7 @@ def test_sequences_of_another_salt_share_nothing() -> None:
     assert sequence.own_cached_tokens == 0
 
 
-def test_without_prefix_caching_nothing_is_published() -> None:
+def test_no_block_is_published_without_prefix_caching() -> None:
     scheduler = scheduler_of(20, budget=100, prefix_caching=False)
     sequence = sequence_of([1] * 9, 1)
     scheduler.add_sequence(sequence)
@@ -588,7 +590,7 @@ def test_without_prefix_caching_nothing_is_published() -> None:
 
 
 def run(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    """One step; who computed how many tokens."""
+    """Run a step; return each sequence with its number of computed tokens."""
     scheduler.admit_waiting()
     chunks = scheduler.schedule_step()
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""HTTP around the endpoints: no redirections, an answer to HEAD, ids given back, and errors in OpenAI's shape."""
+"""HTTP of the endpoints: no redirects, responses to HEAD, request ids, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
 
 @pytest.fixture(scope="module")
 def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
-    """The endpoints over a running engine."""
+    """The endpoints with a running engine."""
     with Engine(tiny_checkpoint) as engine:
         generations = Generations(
             SharedParts(engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
@@ -57,7 +57,7 @@ def app(tiny_checkpoint: Path, word_tokenizer: Any) -> Iterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def open_client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://instance") as client:
         yield client
@@ -65,7 +65,7 @@ async def asking(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 @contextlib.asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[int]:
-    """The endpoints behind the instance's own protocol, at a port."""
+    """Serve the endpoints with the instance's protocol class; yield the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, http=InstanceProtocol, log_config=None))
         running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -96,10 +96,10 @@ def openai_error(answer: httpx.Response) -> dict[str, Any]:
     ],
 )
 @in_event_loop
-async def test_what_is_not_there_is_an_openai_error_and_no_redirection(
+async def test_an_unknown_path_or_method_is_an_openai_error_and_no_redirect(
     app: Any, method: str, path: str, status: int, code: str, message: str
 ) -> None:
-    async with asking(app) as client:
+    async with open_client(app) as client:
         answer = await client.request(method, path)
     assert answer.status_code == status
     assert "location" not in answer.headers
@@ -110,7 +110,7 @@ async def test_what_is_not_there_is_an_openai_error_and_no_redirection(
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/nothing", CHAT])
 @in_event_loop
-async def test_head_is_answered_as_get_without_a_body(app: Any, path: str) -> None:
+async def test_a_response_to_head_is_that_of_get_without_a_body(app: Any, path: str) -> None:
     async with (
         serving(app) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, verify=False) as client,
@@ -122,9 +122,9 @@ async def test_head_is_answered_as_get_without_a_body(app: Any, path: str) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 @in_event_loop
-async def test_the_id_of_the_header_names_the_request_and_is_given_back(app: Any, stream: bool) -> None:
+async def test_the_id_of_the_header_is_the_requests_id_and_is_returned(app: Any, stream: bool) -> None:
     sent = "my-réquest"
-    async with asking(app) as client:
+    async with open_client(app) as client:
         answer = await client.post(CHAT, json={**BODY, "stream": stream}, headers={b"X-Request-Id": sent.encode()})
         first = json.loads(answer.text.split("\n")[0].removeprefix("data: "))
     assert first["id"] == f"cmpl-{sent}"
@@ -132,8 +132,8 @@ async def test_the_id_of_the_header_names_the_request_and_is_given_back(app: Any
 
 
 @in_event_loop
-async def test_an_id_in_the_body_comes_first_and_one_is_made_where_there_is_none(app: Any) -> None:
-    async with asking(app) as client:
+async def test_an_id_in_the_body_takes_precedence_and_a_missing_id_is_generated(app: Any) -> None:
+    async with open_client(app) as client:
         both = await client.post(CHAT, json={**BODY, "request_id": "inner"}, headers={"X-Request-Id": "outer"})
         inner = await client.post(CHAT, json={**BODY, "request_id": "inner"})
         none = await client.post(CHAT, json=BODY)
@@ -146,8 +146,8 @@ async def test_an_id_in_the_body_comes_first_and_one_is_made_where_there_is_none
     ("path", "status"), [("/v1/models", 200), ("/nothing", 404), ("/tokenize", 405), ("/metrics", 200)]
 )
 @in_event_loop
-async def test_other_answers_give_the_id_back_too(app: Any, path: str, status: int) -> None:
-    async with asking(app) as client:
+async def test_other_responses_return_the_id_of_the_header(app: Any, path: str, status: int) -> None:
+    async with open_client(app) as client:
         answer = await client.get(path, headers={"X-Request-Id": "mine"})
     assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["mine"])
 
@@ -161,8 +161,8 @@ async def test_other_answers_give_the_id_back_too(app: Any, path: str, status: i
     ],
 )
 @in_event_loop
-async def test_what_cannot_be_an_id_is_refused(app: Any, sent: bytes, message: str) -> None:
-    async with asking(app) as client:
+async def test_an_invalid_id_is_refused(app: Any, sent: bytes, message: str) -> None:
+    async with open_client(app) as client:
         answer = await client.post(CHAT, json=BODY, headers={b"X-Request-Id": sent})
     assert answer.status_code == 400
     assert openai_error(answer)["param"] == "X-Request-Id"
@@ -170,7 +170,7 @@ async def test_what_cannot_be_an_id_is_refused(app: Any, sent: bytes, message: s
 
 
 @in_event_loop
-async def test_a_body_that_is_too_large_is_refused_before_or_while_it_comes(
+async def test_a_body_that_is_too_large_is_refused_before_or_while_it_arrives(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "MAX_BODY_BYTES", 1000)
@@ -179,7 +179,7 @@ async def test_a_body_that_is_too_large_is_refused_before_or_while_it_comes(
         for _ in range(11):
             yield b" " * 100
 
-    async with asking(app) as client:
+    async with open_client(app) as client:
         for answer in (await client.post(CHAT, content=b" " * 1001), await client.post(CHAT, content=pieces())):
             assert (answer.status_code, openai_error(answer)["code"]) == (413, "body_too_large")
             assert "larger than the 1000 bytes" in openai_error(answer)["message"]
@@ -187,8 +187,8 @@ async def test_a_body_that_is_too_large_is_refused_before_or_while_it_comes(
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/abort_requests"])
 @in_event_loop
-async def test_a_body_that_is_encoded_is_refused_as_such(app: Any, path: str) -> None:
-    async with asking(app) as client:
+async def test_a_body_with_a_content_encoding_is_refused(app: Any, path: str) -> None:
+    async with open_client(app) as client:
         sent = gzip.compress(json.dumps(BODY).encode())
         answer = await client.post(path, content=sent, headers={"content-encoding": "gzip"})
         assert answer.status_code == 415
@@ -200,12 +200,14 @@ async def test_a_body_that_is_encoded_is_refused_as_such(app: Any, path: str) ->
 
 
 @in_event_loop
-async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_incomplete_body_is_refused_after_a_time(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "READ_SECONDS", 0.05)
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"pro')
-        head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")  # to the connection's end
+        head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(
+            b"\r\n\r\n"
+        )  # until the connection is closed
         writer.close()
     assert head.startswith(b"HTTP/1.1 408 ")
     error = json.loads(body)["error"]
@@ -222,10 +224,10 @@ async def test_a_body_that_stops_coming_is_told_so(app: Any, monkeypatch: pytest
         (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "invalid_http"),
         (b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "method_not_allowed"),
     ],
-    ids=["path", "path of a whole head", "head", "no HTTP", "chunk", "CONNECT"],
+    ids=["path", "path in a complete head", "head", "no HTTP", "chunk", "CONNECT"],
 )
 @in_event_loop
-async def test_what_is_no_request_is_an_openai_error(app: Any, sent: bytes, status: int, code: str) -> None:
+async def test_an_invalid_request_is_an_openai_error(app: Any, sent: bytes, status: int, code: str) -> None:
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)

@@ -1,4 +1,4 @@
-"""``/kvcache`` of a real instance in this process; and ``docs/why_miss.md``: each command prints what the page says."""
+"""``/kvcache`` of a real instance in this process, and the commands of ``docs/why_miss.md`` with their output."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def client(few_words: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Path:
-    """Where the commands run: a pool with the manifests of two configurations, and the prompts' files."""
+    """The folder of the commands: a pool with the manifests of two configurations, and files of prompts."""
     folder = tmp_path_factory.mktemp("page")
     for name, text in (("today", TODAY), ("yesterday", YESTERDAY)):
         talk = [{"role": "system", "content": text}, {"role": "user", "content": "tell me about the river"}]
@@ -65,8 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Path:
 
 
 @pytest.fixture
-def at_an_instance(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the one at every address."""
+def send_to_instance(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the requests for all addresses to the instance."""
 
     def request(method: str, url: str, **more: Any) -> Any:
         more.pop("trust_env")
@@ -76,30 +76,34 @@ def at_an_instance(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "request", request)
 
 
-def test_an_instance_says_what_its_blocks_are(client: TestClient) -> None:
-    told = client.get("/kvcache").json()
-    manifest = parse_manifest(told["manifest"])
-    assert (manifest.digest, manifest.block_size, manifest.facts["block_hashes"]) == (told["digest"], 16, "kvstore")
-    assert set(told["pool"]) == {"ready", "detail", "url"}
-    assert told["pool"]["url"].startswith("file:///")
-    assert isinstance(told["cached_blocks"], int)
+def test_an_instance_describes_its_blocks(client: TestClient) -> None:
+    description = client.get("/kvcache").json()
+    manifest = parse_manifest(description["manifest"])
+    assert (manifest.digest, manifest.block_size, manifest.facts["block_hashes"]) == (
+        description["digest"],
+        16,
+        "kvstore",
+    )
+    assert set(description["pool"]) == {"ready", "detail", "url"}
+    assert description["pool"]["url"].startswith("file:///")
+    assert isinstance(description["cached_blocks"], int)
 
 
-@pytest.mark.usefixtures("at_an_instance")
-@pytest.mark.parametrize(("command", "said"), SHOWN, ids=[command[:60] for command, _ in SHOWN])
-def test_a_command_prints_what_the_page_says(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
+@pytest.mark.usefixtures("send_to_instance")
+@pytest.mark.parametrize(("command", "output"), SHOWN, ids=[command[:60] for command, _ in SHOWN])
+def test_a_command_prints_the_output_of_the_page(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, output: str
 ) -> None:
     monkeypatch.chdir(folder)
     words = shlex.split(command.replace("/dev/shm/kvpool", f"{folder}/kvpool?size=16MiB"))
     assert main(words[1:]) == 0
-    assert capsys.readouterr().out.strip() == said
+    assert capsys.readouterr().out.strip() == output
 
 
-def test_the_page_shows_a_command_for_each_question() -> None:
+def test_the_page_has_three_commands() -> None:
     assert len(SHOWN) == 3
 
 
-def test_each_reason_is_explained() -> None:
+def test_the_page_explains_each_reason() -> None:
     rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`(\w+)`", "".join(rows))) == {*REASONS}

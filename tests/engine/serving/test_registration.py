@@ -1,4 +1,4 @@
-"""Registration at a router: the address an operator types, and the heartbeat against a small real HTTP server."""
+"""Registration at a router: parsing of its address, and heartbeats to a small real HTTP server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def router() -> Iterator[Router]:
 
 
 @pytest.fixture(autouse=True)
-def quick_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.serving.registration.HEARTBEAT_SECONDS", 0.01)
     monkeypatch.setattr("engine.serving.registration.RETRY_SECONDS", 0.01)
 
@@ -45,14 +45,14 @@ async def registering(port: int) -> Any:
 
 
 @in_event_loop
-async def test_the_payload_is_posted_with_the_own_address_again_and_again(router: Router) -> None:
+async def test_heartbeats_send_the_payload_with_the_own_address(router: Router) -> None:
     async with registering(router.port):
         await eventually(lambda: len(router.registered) >= 3, "three heartbeats")
     assert router.registered[0] == ("/register", {**PAYLOAD, "host_ip": "127.0.0.1"})
 
 
 @in_event_loop
-async def test_other_software_that_answers_is_no_router(router: Router, caplog: pytest.LogCaptureFixture) -> None:
+async def test_other_software_that_responds_is_not_a_router(router: Router, caplog: pytest.LogCaptureFixture) -> None:
     router.is_other_software = True
     async with registering(router.port):
         await eventually(lambda: "it is not a router" in caplog.text, "a warning")
@@ -60,38 +60,38 @@ async def test_other_software_that_answers_is_no_router(router: Router, caplog: 
 
 
 @in_event_loop
-async def test_who_asks_hears_of_each_registration_that_the_router_took(router: Router) -> None:
-    heard: list[bool] = []
+async def test_the_callback_is_called_after_each_accepted_registration(router: Router) -> None:
+    callbacks: list[bool] = []
     router.refuses = True
     url = f"http://127.0.0.1:{router.port}"
     task = asyncio.create_task(
-        send_heartbeats(url, lambda _: PAYLOAD, asyncio.Event(), on_registered=lambda: heard.append(router.refuses))
+        send_heartbeats(url, lambda _: PAYLOAD, asyncio.Event(), on_registered=lambda: callbacks.append(router.refuses))
     )
     await eventually(lambda: len(router.registered) >= 2, "two refusals")
-    assert not heard
+    assert not callbacks
     router.refuses = False
-    await eventually(lambda: bool(heard), "a registration that was taken")
-    assert not any(heard)
+    await eventually(lambda: bool(callbacks), "an accepted registration")
+    assert not any(callbacks)
     task.cancel()
 
 
 @in_event_loop
-async def test_registration_is_tried_until_the_router_is_up(caplog: pytest.LogCaptureFixture) -> None:
+async def test_registration_is_tried_until_the_router_runs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "engine.serving.registration")
     port = free_port()
     async with registering(port):
-        await eventually(lambda: "Cannot register" in caplog.text, "a vain try")
+        await eventually(lambda: "Cannot register" in caplog.text, "a failed try")
         router = Router(port)
         try:
             await eventually(lambda: "Registered at router" in caplog.text, "registration")
-            # Said once when it began and once when it ended, however often it was tried.
+            # One message at the first failure, and one at the first success.
             assert caplog.text.count("Cannot register") == 1
         finally:
             await asyncio.to_thread(router.stop)
 
 
 @in_event_loop
-async def test_a_refusal_is_told_with_the_routers_reason(router: Router, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_warning_of_a_refusal_has_the_routers_reason(router: Router, caplog: pytest.LogCaptureFixture) -> None:
     router.refuses = True
     async with registering(router.port):
         await eventually(lambda: "the router answered 400" in caplog.text, "the refusal")
@@ -105,7 +105,7 @@ async def test_a_refusal_is_told_with_the_routers_reason(router: Router, caplog:
     ("text", "url"),
     [
         ("127.0.0.1:52700", "http://127.0.0.1:52700"),
-        ("0.0.0.0:52700", "http://127.0.0.1:52700"),  # as FastDeploy's examples have it
+        ("0.0.0.0:52700", "http://127.0.0.1:52700"),  # from FastDeploy's examples
         ("router:80", "http://router:80"),
         ("router.example.com:9000", "http://router.example.com:9000"),
         ("http://router:9000", "http://router:9000"),
@@ -127,35 +127,37 @@ def test_a_router_is_host_and_port_or_a_url(text: str, url: str) -> None:
         *("a..b:9000", ".:9000", f"{'a' * 64}:9000", "[:]:9000", "xn--0:9000"),
     ],
 )
-def test_what_is_no_host_and_port_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         router_url(text)
     assert str(caught.value).startswith(f"--router {text!r} is not host:port, such as 127.0.0.1:52700")
 
 
 @pytest.mark.parametrize("text", ["http://router:9000/v1", "ftp://router:9000", "router:9000?x=1"])
-def test_what_would_be_ignored_in_a_url_is_refused(text: str) -> None:
+def test_a_url_with_unsupported_parts_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not host:port"):
         router_url(text)
 
 
 @in_event_loop
-async def test_a_router_whose_name_nobody_knows_yet_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_registration_is_tried_again_if_the_routers_name_cannot_be_resolved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     task = asyncio.create_task(send_heartbeats("http://no-such-host.invalid:52700", lambda _: PAYLOAD, asyncio.Event()))
-    await eventually(lambda: "trying again: gaierror" in caplog.text, "a vain try")
+    await eventually(lambda: "trying again: gaierror" in caplog.text, "a failed try")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 @in_event_loop
-async def test_a_change_is_told_at_once(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_is_sent_immediately(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.serving.registration.HEARTBEAT_SECONDS", 3600.0)
-    told, changed = {"is_paused": False}, asyncio.Event()
-    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{router.port}", lambda _: dict(told), changed))
+    payload, changed = {"is_paused": False}, asyncio.Event()
+    task = asyncio.create_task(send_heartbeats(f"http://127.0.0.1:{router.port}", lambda _: dict(payload), changed))
     await eventually(lambda: len(router.registered) == 1, "the first registration")
-    told["is_paused"] = True
+    payload["is_paused"] = True
     changed.set()
-    await eventually(lambda: len(router.registered) == 2, "the registration of what has changed")
+    await eventually(lambda: len(router.registered) == 2, "the registration of the change")
     assert [body["is_paused"] for _, body in router.registered] == [False, True]
     task.cancel()

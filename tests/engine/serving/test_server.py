@@ -1,4 +1,4 @@
-"""The server around an instance."""
+"""The HTTP server of an instance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from engine.serving.server import InstanceServer
 
 GO_SECONDS, HTTPX_SECONDS = 90, 5
-"""How long clients keep idle connections: Go's, and Python's."""
+"""Times for which clients of Go and of Python keep idle connections."""
 
 
 @contextlib.asynccontextmanager
@@ -18,7 +18,7 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
     yield
 
 
-def test_an_idle_connection_is_the_clients_to_close() -> None:
+def test_the_server_closes_an_idle_connection_later_than_clients_do() -> None:
     parts = {"generations": None, "completions": None, "core": None, "tracer": None}
     instance: Any = SimpleNamespace(run_lifespan=no_lifespan, **parts)
     server = InstanceServer(instance)

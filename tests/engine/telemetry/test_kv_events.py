@@ -1,4 +1,4 @@
-"""KV events over real sockets: ours for subscribers of other projects, and theirs for ours."""
+"""KV events over real sockets: our publisher with subscribers of other projects, and the reverse."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def publish_at() -> Iterator[Callable[..., tuple[KvEventPublisher, dict[str, Any
         started.append(publisher)
         if runs:
             publisher.start()
-        told = publisher.describe("127.0.0.1", 2)
-        assert told
-        return publisher, dict(told)
+        endpoints = publisher.describe("127.0.0.1", 2)
+        assert endpoints
+        return publisher, dict(endpoints)
 
     yield start
     for publisher in started:
         publisher.stop()
 
 
-def subscribe(told: dict[str, Any]) -> Subscriber:
-    return Subscriber(told["endpoint"], told["replay_endpoint"], told["topic"])
+def subscribe(endpoints: dict[str, Any]) -> Subscriber:
+    return Subscriber(endpoints["endpoint"], endpoints["replay_endpoint"], endpoints["topic"])
 
 
-def test_batches_arrive_in_order_with_growing_numbers(publish_at: Any) -> None:
-    publisher, told = publish_at(topic="kv-events")
-    with subscribe(told) as subscriber:
+def test_batches_arrive_in_order_with_successive_numbers(publish_at: Any) -> None:
+    publisher, endpoints = publish_at(topic="kv-events")
+    with subscribe(endpoints) as subscriber:
         last = subscriber.wait_for_connection(lambda: publisher.publish([AllBlocksCleared()]))
         before = time.time()
         for number in range(100):
@@ -64,31 +64,31 @@ def test_batches_arrive_in_order_with_growing_numbers(publish_at: Any) -> None:
 
 
 def test_lost_batches_are_replayed_from_a_number_on(publish_at: Any) -> None:
-    publisher, told = publish_at(buffer_steps=3)
-    with subscribe(told) as subscriber:
+    publisher, endpoints = publish_at(buffer_steps=3)
+    with subscribe(endpoints) as subscriber:
         for number in range(5):
             publisher.publish([BlockRemoved([number])])
         wait_until(lambda: len(subscriber.replay(4)) == 1, "the last batch to be sent")
         removed = [(sequence, batch.events) for sequence, batch in subscriber.replay(0)]
-        assert removed == [(number, [BlockRemoved([number])]) for number in (2, 3, 4)]  # those that are left
+        assert removed == [(number, [BlockRemoved([number])]) for number in (2, 3, 4)]  # the batches in the buffer
         assert [sequence for sequence, _ in subscriber.replay(3)] == [3, 4]
         assert subscriber.replay(5) == []
 
 
 def test_a_publisher_that_starts_again_begins_at_0(publish_at: Any) -> None:
     for _ in range(2):
-        publisher, told = publish_at()
-        with subscribe(told) as subscriber:
+        publisher, endpoints = publish_at()
+        with subscribe(endpoints) as subscriber:
             publisher.publish(STORED)
             [(sequence, batch)] = wait_until(lambda: subscriber.replay(0), "the batch to be sent")
             assert (sequence, batch.events) == (0, STORED)
 
 
 def test_a_full_queue_loses_whole_batches_and_their_numbers(publish_at: Any, caplog: pytest.LogCaptureFixture) -> None:
-    publisher, told = publish_at(runs=False, max_queue_size=4)
-    with subscribe(told) as subscriber:
+    publisher, endpoints = publish_at(runs=False, max_queue_size=4)
+    with subscribe(endpoints) as subscriber:
         for number in range(10):
-            publisher.publish([BlockRemoved([number])])  # nothing is sent yet, and nobody waits
+            publisher.publish([BlockRemoved([number])])  # the publisher does not send yet, and no call waits
         assert [record.message for record in caplog.records if "lost" in record.message] == [
             "KV events are lost, because 4 batches wait to be sent already"
         ]
@@ -100,34 +100,34 @@ def test_a_full_queue_loses_whole_batches_and_their_numbers(publish_at: Any, cap
             return numbers if numbers and numbers[-1] >= 10 else []
 
         numbers = wait_until(publish_and_replay, "a batch after the gap")
-        kept = [number for number in numbers if number < 10]
-        assert kept == list(range(len(kept)))
-        assert 4 <= len(kept) < 10
+        early = [number for number in numbers if number < 10]
+        assert early == list(range(len(early)))
+        assert 4 <= len(early) < 10
 
 
-def test_requests_that_are_none_have_no_answer_and_do_no_harm(publish_at: Any) -> None:
-    publisher, told = publish_at()
+def test_invalid_requests_have_no_response_and_no_effect(publish_at: Any) -> None:
+    publisher, endpoints = publish_at()
     publisher.publish(STORED)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer, subscribe(told) as subscriber:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer, subscribe(endpoints) as subscriber:
         dealer.linger = 0
-        dealer.connect(told["replay_endpoint"])
+        dealer.connect(endpoints["replay_endpoint"])
         for frames in ([b"", b"7"], [b"7"], [b"", b"", encode_sequence(0)], [b"", encode_sequence(-2)]):
             dealer.send_multipart(frames)
-        wait_until(lambda: subscriber.replay(0), "an answer")
+        wait_until(lambda: subscriber.replay(0), "a response")
         assert not dealer.poll(0)
 
 
-def test_vllms_example_of_a_subscriber_reads_batches_and_requests_those_that_it_missed(publish_at: Any) -> None:
-    """The steps of vLLM's examples/features/kv_events/kv_events_subscriber.py."""
-    publisher, told = publish_at(topic="kv-events")
+def test_vllms_example_of_a_subscriber_reads_batches_and_requests_missed_ones(publish_at: Any) -> None:
+    """The steps are those of vLLM's examples/features/kv_events/kv_events_subscriber.py."""
+    publisher, endpoints = publish_at(topic="kv-events")
     publisher.publish(STORED)
-    with subscribe(told) as subscriber:
+    with subscribe(endpoints) as subscriber:
         wait_until(lambda: subscriber.replay(0), "the batch to be sent")
     with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.REQ) as replay:
         sub.linger = replay.linger = 0
-        sub.connect(told["endpoint"])
+        sub.connect(endpoints["endpoint"])
         sub.setsockopt_string(zmq.SUBSCRIBE, "kv-events")
-        replay.connect(told["replay_endpoint"])
+        replay.connect(endpoints["replay_endpoint"])
 
         def publish_more() -> bool:
             publisher.publish([AllBlocksCleared()])
@@ -140,7 +140,7 @@ def test_vllms_example_of_a_subscriber_reads_batches_and_requests_those_that_it_
         assert replay.poll(20_000)
         topic, sequence, replayed = replay.recv_multipart()
         assert int.from_bytes(sequence, "big") == 0
-        # A REQ socket gets one answer for a request: the others, which were sent too, are not delivered.
+        # A REQ socket gets only one response to a request. ZeroMQ drops the others.
         assert not replay.poll(100)
     kv_events = import_vllms()
     decoder = pytest.importorskip("msgspec").msgpack.Decoder(kv_events.KVEventBatch)
@@ -162,7 +162,7 @@ def test_vllms_example_of_a_subscriber_reads_batches_and_requests_those_that_it_
         ("{}", None),
     ],
 )
-def test_the_configuration_is_vllms_or_sglangs(text: str, expected: KvEventsConfig | None) -> None:
+def test_configurations_of_vllm_and_sglang_are_parsed(text: str, expected: KvEventsConfig | None) -> None:
     assert parse_kv_events(text) == expected
 
 
@@ -179,34 +179,34 @@ def test_the_configuration_is_vllms_or_sglangs(text: str, expected: KvEventsConf
         ('{"publisher": "kafka"}', 'publisher is \'kafka\'; it must be "zmq" or "null"'),
     ],
 )
-def test_a_wrong_configuration_is_told_in_one_sentence(text: str, problem: str) -> None:
+def test_the_error_for_an_invalid_configuration_is_one_sentence(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_kv_events(text)
 
 
-def test_a_missing_pyzmq_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_pyzmq_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"--kv-events-config needs pyzmq: pip install .*\[kv-events\]"):
         parse_kv_events('{"publisher": "zmq"}')
 
 
-def test_a_port_that_is_in_use_or_an_endpoint_that_is_none_is_told_at_once(publish_at: Any) -> None:
-    _, told = publish_at()
+def test_a_used_port_or_an_invalid_endpoint_is_an_error_at_start(publish_at: Any) -> None:
+    _, endpoints = publish_at()
     for name in ("endpoint", "replay_endpoint"):
-        for endpoint, problem in ((told["endpoint"], "Address already in use"), ("5557", "Invalid argument")):
+        for endpoint, problem in ((endpoints["endpoint"], "Address already in use"), ("5557", "Invalid argument")):
             with pytest.raises(ConfigError, match=f"--kv-events-config: cannot use {name} {endpoint}: {problem}"):
                 publish_at(**{name: endpoint})
 
 
-def test_a_brokers_endpoint_is_connected_to_and_not_told() -> None:
-    publisher = KvEventPublisher(KvEventsConfig("tcp://127.0.0.1:9"))  # as in vLLM: it has no wildcard
+def test_a_publisher_that_connects_to_a_broker_has_no_endpoint_for_others() -> None:
+    publisher = KvEventPublisher(KvEventsConfig("tcp://127.0.0.1:9"))  # as in vLLM, an endpoint without a wildcard
     assert publisher.describe("127.0.0.1", 16) is None
     publisher.stop()
 
 
-@pytest.mark.parametrize("import_theirs", [import_vllms, import_sglangs])
-def test_publishers_of_other_engines_are_read(import_theirs: Callable[[], Any], tmp_path: Path) -> None:
-    kv_events = import_theirs()
+@pytest.mark.parametrize("import_events", [import_vllms, import_sglangs])
+def test_our_subscriber_reads_publishers_of_other_engines(import_events: Callable[[], Any], tmp_path: Path) -> None:
+    kv_events = import_events()
     endpoint, replay_endpoint = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     publisher = kv_events.ZmqEventPublisher(0, endpoint, replay_endpoint, topic="kv-events")
     try:

@@ -1,4 +1,4 @@
-"""Each instance has a log file of its own, where the guides look for it, and it does not grow for ever."""
+"""Log files: each instance has its own file in the folder of FastDeploy's guides, and its size is limited."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Start = Callable[..., Child]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts processes that log, live on, and all work in one folder."""
+    """Return a function that starts a process, which logs and keeps running. All processes have one folder."""
     with ExitStack() as processes:
 
         def start_one(
@@ -53,20 +53,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
 @pytest.mark.parametrize(
     ("role", "folder"), [("mixed", "log_52700"), ("prefill", "log_prefill"), ("decode", "log_decode")]
 )
-def test_an_instance_that_is_told_nothing_logs_where_the_guides_look(
-    start: Start, tmp_path: Path, role: str, folder: str
-) -> None:
+def test_the_default_folder_is_that_of_fastdeploys_guides(start: Start, tmp_path: Path, role: str, folder: str) -> None:
     process = start(role, 52700, "hello")
     assert f"engine.api_server: the log is {folder}/api_server.log\n" in process.output
     assert "hello" in (tmp_path / folder / "api_server.log").read_text()
 
 
-def test_the_folder_that_is_named_is_taken(start: Start, tmp_path: Path) -> None:
+def test_a_given_folder_is_used(start: Start, tmp_path: Path) -> None:
     assert "the log is here/api_server.log" in start("prefill", 1, named="here").output
     assert not list(tmp_path.glob("log*"))
 
 
-def test_two_that_are_told_nothing_never_share_a_file(start: Start, tmp_path: Path) -> None:
+def test_two_instances_with_defaults_never_share_a_file(start: Start, tmp_path: Path) -> None:
     for role, port in (("mixed", 1), ("mixed", 2), ("prefill", 3), ("prefill", 4)):
         start(role, port, f"of {port}")
     files = sorted(tmp_path.glob("log_*/api_server.log"))
@@ -74,12 +72,12 @@ def test_two_that_are_told_nothing_never_share_a_file(start: Start, tmp_path: Pa
     assert [file.read_text().count(" of ") for file in files] == [1] * 4
 
 
-def test_the_folder_of_one_that_was_killed_is_taken_again(start: Start) -> None:
+def test_the_folder_of_a_killed_instance_is_used_again(start: Start) -> None:
     start("prefill", 3).kill()
     assert "the log is log_prefill/api_server.log" in start("prefill", 4).output
 
 
-def test_two_that_are_told_the_same_folder_are_warned_and_lose_nothing(start: Start, tmp_path: Path) -> None:
+def test_two_instances_with_the_same_folder_get_a_warning_and_lose_no_lines(start: Start, tmp_path: Path) -> None:
     first = start("mixed", 1, named="log")
     second = start("mixed", 2, "of the second", named="log")
     assert "another process" not in first.output
@@ -87,7 +85,7 @@ def test_two_that_are_told_the_same_folder_are_warned_and_lose_nothing(start: St
     assert "of the second" in (tmp_path / "log" / "api_server.log").read_text()
 
 
-def test_a_log_that_is_full_goes_on_in_another_file_and_old_ones_go(start: Start, tmp_path: Path) -> None:
+def test_a_full_log_continues_in_a_new_file_and_old_files_are_removed(start: Start, tmp_path: Path) -> None:
     start("mixed", 1, *(f"line {number:4}" for number in range(400)))
     names = sorted(file.name for file in (tmp_path / "log_1").iterdir())
     assert names == ["api_server.log", *(f"api_server.log.{number}" for number in (1, 2, 3, 4))]
@@ -95,7 +93,7 @@ def test_a_log_that_is_full_goes_on_in_another_file_and_old_ones_go(start: Start
     assert all((tmp_path / "log_1" / name).stat().st_size <= 2000 for name in names)
 
 
-def test_what_concerns_the_pool_is_where_fastdeploys_scripts_look_for_it_as_well(start: Start, tmp_path: Path) -> None:
+def test_lines_about_the_pool_are_also_in_the_file_that_fastdeploys_scripts_read(start: Start, tmp_path: Path) -> None:
     start("mixed", 1, "news", "request finished: storage_cache_token_num=128 of r1")
     pool, everything = ((tmp_path / "log_1" / f"{name}.log").read_text() for name in ("cache_storage", "api_server"))
     assert "storage_cache_token_num=128 of r1" in pool
@@ -104,7 +102,7 @@ def test_what_concerns_the_pool_is_where_fastdeploys_scripts_look_for_it_as_well
     assert set(pool.splitlines()) < set(everything.splitlines())
 
 
-def test_a_person_debugging_is_told_more(start: Start, tmp_path: Path) -> None:
+def test_the_log_level_selects_the_lines(start: Start, tmp_path: Path) -> None:
     start("mixed", 1, "news")
     start("mixed", 2, "news", level="debug")
     start("mixed", 3, "news", level="warn")

@@ -1,4 +1,4 @@
-"""FastDeploy's metrics: its names, types, labels and buckets, and the values that its dashboards show."""
+"""FastDeploy's metrics: names, types, labels and buckets, and the values for its dashboards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TOKENS = "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000"
 SECONDS = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
 RATES = " ".join(str(rate) for rate in range(0, 201, 5))
 
-# As FastDeploy 2.6's fastdeploy/metrics/metrics.py and its docs/online_serving/metrics.md have them, those of storage
-# and of preemption as its newest files do: type, and buckets of a histogram.
+# Types, and buckets of histograms, from FastDeploy 2.6's fastdeploy/metrics/metrics.py and its
+# docs/online_serving/metrics.md. Those of storage and preemption are from its newest files.
 FASTDEPLOYS = {
     "available_batch_size": ("gauge", ""),
     "available_gpu_resource": ("gauge", ""),
@@ -70,11 +70,11 @@ def value(engine: Engine, name: str) -> float:
     return engine.metric(f"fastdeploy:{name}")
 
 
-def test_tokens_from_the_pool_and_from_the_own_cache_are_told_apart(engine: Engine) -> None:
-    engine.answer(PROMPT)  # nothing is cached
+def test_tokens_from_the_pool_and_from_the_own_cache_have_different_metrics(engine: Engine) -> None:
+    engine.answer(PROMPT)  # no token is cached
     engine.answer(PROMPT)  # two blocks of 16 tokens in the own cache
     engine.core.clear_prefix_cache()
-    engine.answer(PROMPT)  # the same two in the pool
+    engine.answer(PROMPT)  # the same two blocks in the pool
     assert value(engine, "prefix_gpu_cache_token_num_total") == 32
     assert (
         value(engine, "prefix_storage_cache_token_num_total") == engine.metric("kvstore_pool_cached_tokens_total") == 32
@@ -100,7 +100,7 @@ def test_requests_and_their_sizes_are_counted(engine: Engine) -> None:
         assert value(engine, f"{name}_count") == 1
 
 
-def test_places_and_blocks_are_those_of_now(engine: Engine) -> None:
+def test_metrics_have_the_current_batch_size_and_blocks(engine: Engine) -> None:
     assert (value(engine, "max_batch_size"), value(engine, "available_batch_size")) == (4, 4)
     assert value(engine, "max_gpu_block_num") == value(engine, "free_gpu_block_num") == 64
     running = engine.begin(PROMPT, 900)
@@ -115,17 +115,17 @@ def test_places_and_blocks_are_those_of_now(engine: Engine) -> None:
     assert value(engine, "free_gpu_block_num") == 64 - cached < 64, "blocks with contents are available, and not free"
 
 
-def test_preempted_requests_are_counted_as_they_wait_and_ever(tiny_checkpoint: Path) -> None:
+def test_metrics_count_waiting_preempted_requests_and_all_preemptions(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, num_blocks=9, start=False) as engine:
         asked = engine.begin_at_once([[each, *PROMPT] for each in range(2)], 40)
         seen = []
         preempt = engine.scheduler._wait_anew
 
-        def watched(sequence: object) -> None:
+        def record_preemption(sequence: object) -> None:
             preempt(sequence)  # type: ignore[arg-type]
             seen.append(value(engine, "num_requests_preempted"))
 
-        engine.scheduler._wait_anew = watched  # type: ignore[method-assign]
+        engine.scheduler._wait_anew = record_preemption  # type: ignore[method-assign]
         engine.core.start()
         for one in asked:
             one.wait()

@@ -1,4 +1,4 @@
-"""Spans of an instance's requests at a real OTLP receiver; pairs are in tests/end_to_end/test_traces.py."""
+"""Spans of an instance's requests at a real OTLP receiver. For pairs, see tests/end_to_end/test_traces.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def begin(engine: Engine, word_tokenizer: Any, tracer: Tracer) -> Callable[..., Generation]:
-    """Begins a generation, as for a request with these headers."""
+    """Return a function that begins the generation of a request with the given headers."""
     parts = (engine.core, word_tokenizer, "mixed", engine.block_size, HandoverReceiver())
     generations = Generations(SharedParts(*parts, tracer=tracer))
 
@@ -72,16 +72,16 @@ async def answer(generation: Generation) -> None:
 
 
 @in_event_loop
-async def test_a_request_and_its_phases_hang_under_the_span_of_who_asked(
+async def test_the_spans_of_a_request_and_its_phases_have_the_span_of_the_client_as_parent(
     begin: Callable[..., Generation], receiver: OtlpReceiver
 ) -> None:
     generation = begin()
     await answer(generation)
     (request,) = await asyncio.to_thread(receiver.wait_for, 1, kind="server")
     assert (request.trace_id, request.parent_id, request.error) == (TRACE, CALLER, None)
-    told = {"engine.role": "mixed", "engine.finish_reason": "length", "engine.request_id": "r"}
+    attributes = {"engine.role": "mixed", "engine.finish_reason": "length", "engine.request_id": "r"}
     counts = {"gen_ai.usage.input_tokens": 100, "gen_ai.usage.output_tokens": 5}
-    assert (told | counts).items() <= request.attributes.items()
+    assert (attributes | counts).items() <= request.attributes.items()
     assert counts.keys() <= list_genai_names(request) <= NAMES_OF_OPENTELEMETRY
     await asyncio.to_thread(receiver.wait_for, 1, name="save")
     phases = receiver.find(parent_id=request.span_id)
@@ -95,7 +95,7 @@ async def test_a_request_and_its_phases_hang_under_the_span_of_who_asked(
 
 
 @in_event_loop
-async def test_who_is_not_sampled_is_not_traced_and_who_has_no_trace_begins_one(
+async def test_an_unsampled_request_is_not_traced_and_a_request_without_a_trace_begins_one(
     begin: Callable[..., Generation], receiver: OtlpReceiver
 ) -> None:
     await answer(begin([(b"traceparent", f"00-{TRACE}-{CALLER}-00".encode())]))
@@ -106,7 +106,7 @@ async def test_who_is_not_sampled_is_not_traced_and_who_has_no_trace_begins_one(
 
 
 @in_event_loop
-async def test_an_abort_and_a_client_that_left_are_errors_of_the_request_and_its_last_phase(
+async def test_an_abort_and_a_disconnect_are_errors_of_the_request_and_its_last_phase(
     begin: Callable[..., Generation], receiver: OtlpReceiver
 ) -> None:
     aborted = begin(max_tokens=100)
@@ -124,7 +124,7 @@ async def test_an_abort_and_a_client_that_left_are_errors_of_the_request_and_its
 
 
 @in_event_loop
-async def test_a_failed_step_is_an_error_with_a_sentence(
+async def test_a_failed_step_is_an_error_with_a_message(
     begin: Callable[..., Generation], engine: Engine, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -145,17 +145,17 @@ def sequence_with(**times: Any) -> Sequence:
     return sequence
 
 
-def test_a_sequence_that_never_came_to_the_engine_has_no_phases() -> None:
+def test_a_sequence_that_never_reached_the_engine_has_no_phases() -> None:
     assert list(list_phases(sequence_with(), 9.0, "aborted")) == []
 
 
-def test_a_sequence_that_waited_to_its_end_has_a_queue_alone_which_says_why() -> None:
+def test_a_sequence_that_never_ran_has_only_a_queue_phase_with_the_reason() -> None:
     (queue,) = list_phases(sequence_with(submitted_at=1.0, ended_at=3.0), 9.0, "aborted")
     assert queue[:3] == ("queue", 1.0, 3.0)
     assert queue.trouble == "aborted"
 
 
-def test_a_load_lies_between_two_queues_where_there_was_no_place_yet() -> None:
+def test_a_load_is_between_two_queue_phases_if_the_sequence_waits_after_it() -> None:
     sequence = sequence_with(
         submitted_at=1.0, look_up=(2.0, 3.0), load=(3.0, 4.0), started_at=5.0, first_token_at=6.0, ended_at=8.0
     )
@@ -170,13 +170,13 @@ def test_a_load_lies_between_two_queues_where_there_was_no_place_yet() -> None:
     ]
 
 
-def test_a_prompt_that_was_handed_over_has_no_prefill() -> None:
+def test_a_handed_over_prompt_has_no_prefill_phase() -> None:
     sequence = sequence_with(submitted_at=1.0, first_token_at=1.5, started_at=2.0, ended_at=8.0)
     sequence.token_ids += [4, 5]
     assert [phase[:3] for phase in list_phases(sequence, 9.0)] == [("queue", 1.0, 2.0), ("decode", 2.0, 8.0)]
 
 
-def test_a_look_up_that_failed_says_why() -> None:
+def test_a_failed_look_up_has_the_reason() -> None:
     use = PoolUse(Reason.FAILED, "pool away: gone")
     sequence = sequence_with(submitted_at=1.0, look_up=(1.0, 2.0), pool_use=use)
     assert {phase.name: phase.trouble for phase in list_phases(sequence, 3.0)}["look-up"] == "pool away: gone"
@@ -192,11 +192,11 @@ def test_a_look_up_that_failed_says_why() -> None:
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, ""),
     ],
 )
-def test_spans_are_made_where_the_standard_variables_name_a_receiver(environ: dict[str, str], receiver: str) -> None:
+def test_the_standard_variables_set_the_receiver_of_spans(environ: dict[str, str], receiver: str) -> None:
     assert parse_args(MODEL, environ).trace_receiver == receiver
 
 
-def test_without_the_packages_one_sentence_says_what_to_install(
+def test_a_warning_names_the_packages_to_install_for_tracing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hide_opentelemetry(monkeypatch)
@@ -204,7 +204,7 @@ def test_without_the_packages_one_sentence_says_what_to_install(
     assert "pip install '/path/to/this/repository[tracing]'" in caplog.text
 
 
-def test_a_receiver_that_takes_nothing_is_told_of_once(
+def test_one_warning_reports_that_the_receiver_accepts_no_spans(
     tracer: Tracer, receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "engine.telemetry.tracing")
@@ -220,5 +220,5 @@ def test_a_receiver_that_takes_nothing_is_told_of_once(
     wait_until(lambda: "does not accept spans" in caplog.text, "the warning")
     receiver.answer = lambda: 200
     send()
-    wait_until(lambda: "accepts spans again; 1 spans were lost" in caplog.text, "the good news")
+    wait_until(lambda: "accepts spans again; 1 spans were lost" in caplog.text, "the message of the recovery")
     assert len(caplog.records) == 2

@@ -1,4 +1,4 @@
-"""The engine's figures under vLLM's names: those that the Gateway API's endpoint picker and vLLM's dashboards read.
+"""Metrics with vLLM's names, for the endpoint picker of the Gateway API and for vLLM's dashboards.
 
 Sources: ``vllm/v1/metrics/loggers.py`` of vLLM 0.32, and the picker's protocol for servers
 (``docs/proposals/003-model-server-protocol`` of kubernetes-sigs/gateway-api-inference-extension).
@@ -35,13 +35,13 @@ def test_each_prompt_token_has_one_of_vllms_sources(engine: Engine) -> None:
     engine.answer(PROMPT)  # computed
     engine.answer(PROMPT)  # two blocks of 16 tokens in the own cache
     engine.core.clear_prefix_cache()
-    engine.answer(PROMPT)  # the same two in the pool
+    engine.answer(PROMPT)  # the same two blocks in the pool
     sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
     counts = [read(engine, "prompt_tokens_by_source_total", source=source) for source in sources]
     assert counts == [3 * len(PROMPT) - 64, 32, 32]
 
 
-def test_load_is_that_of_fastdeploys_names(engine: Engine) -> None:
+def test_load_is_equal_to_the_metrics_with_fastdeploys_names(engine: Engine) -> None:
     running = engine.begin(PROMPT, 900)
     running.next()
     assert (read(engine, "num_requests_running"), read(engine, "num_requests_waiting")) == (1, 0)
@@ -50,12 +50,12 @@ def test_load_is_that_of_fastdeploys_names(engine: Engine) -> None:
     running.wait()
 
 
-def test_the_caches_settings_are_labels(engine: Engine) -> None:
+def test_the_cache_settings_are_labels(engine: Engine) -> None:
     labels = {"engine": "0", "block_size": "16"}
     assert engine.core.metrics.registry.get_sample_value("vllm:cache_config_info", labels) == 1
 
 
-def test_the_names_and_labels_are_vllms(engine: Engine) -> None:
+def test_names_and_labels_are_equal_to_those_of_vllm(engine: Engine) -> None:
     labels = {"model_name", "engine"}
     assert {
         (metric.name, metric.type): set(metric.samples[0].labels)

@@ -1,4 +1,4 @@
-"""The index of blocks: representatives, exact search, and what must not matter to it."""
+"""The index of blocks: representatives, and exact search that does not depend on the batch or on the order."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def random_queries(count: int, seed: int) -> torch.Tensor:
 def search(
     tested: BlockIndex, layer: int, rows: list[int], queries: torch.Tensor, wanted: list[tuple[int, int, int]]
 ) -> list[torch.Tensor]:
-    """For each row which of the blocks from first up to last are chosen: ``wanted`` are first, last, how many."""
-    asked = Search(rows, [(first, last) for first, last, _ in wanted], max(w[2] for w in wanted), queries.device)
-    found = tested.search_blocks(layer, asked, queries, 0.5)
+    """Return, for each row, which blocks are chosen. ``wanted`` has the first block, the last one, and the number."""
+    request = Search(rows, [(first, last) for first, last, _ in wanted], max(w[2] for w in wanted), queries.device)
+    found = tested.search_blocks(layer, request, queries, 0.5)
     chosen = []
     for numbers, (first, last, count) in zip(found, wanted, strict=True):
         chosen.append(torch.zeros(HEADS, last - first, dtype=torch.bool).scatter_(1, numbers[:, :count] - first, True))
@@ -48,7 +48,7 @@ def search(
 
 
 def expected(kind: str, keys: torch.Tensor, queries: torch.Tensor, count: int) -> torch.Tensor:
-    """The definition, block by block: which blocks ``[kv_heads, blocks]`` are chosen by ``[kv_heads, group, dim]``."""
+    """Choose blocks ``[kv_heads, blocks]`` for queries ``[kv_heads, group, dim]`` by the definition, block by block."""
     chosen = torch.zeros(HEADS, len(keys), dtype=torch.bool)
     for head in range(HEADS):
         scores = torch.empty(GROUP, len(keys))  # scaled like those of ``search``
@@ -69,7 +69,7 @@ def expected(kind: str, keys: torch.Tensor, queries: torch.Tensor, count: int) -
 @pytest.mark.parametrize("kind", REPRESENTATIVES)
 @settings(max_examples=15, deadline=None)
 @given(first=st.integers(0, 5), blocks=st.integers(1, 12), share=st.floats(0, 1), seed=st.integers(0, 1000))
-def test_a_search_finds_the_blocks_of_greatest_score(
+def test_a_search_finds_the_blocks_with_the_highest_scores(
     kind: str, first: int, blocks: int, share: float, seed: int
 ) -> None:
     tested, keys, queries = index(kind), random_keys(first + blocks, seed), random_queries(1, seed)
@@ -80,7 +80,7 @@ def test_a_search_finds_the_blocks_of_greatest_score(
 
 
 @pytest.mark.parametrize("kind", REPRESENTATIVES)
-def test_sequences_searched_together_find_what_each_finds_alone(kind: str) -> None:
+def test_a_search_for_several_sequences_finds_the_same_blocks_as_for_each_alone(kind: str) -> None:
     tested, queries = index(kind), random_queries(2, 5)
     for row, blocks in ((0, 18), (2, 7)):
         tested.add_blocks(row, 0, random_keys(blocks, row))
@@ -92,7 +92,7 @@ def test_sequences_searched_together_find_what_each_finds_alone(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", REPRESENTATIVES)
-def test_blocks_may_be_written_one_by_one_or_at_once(kind: str) -> None:
+def test_blocks_can_be_added_one_by_one_or_together(kind: str) -> None:
     at_once, one_by_one, keys = index(kind), index(kind), random_keys(6, 1)
     at_once.add_blocks(0, 0, keys)
     for i in range(6):
@@ -104,8 +104,8 @@ def test_blocks_may_be_written_one_by_one_or_at_once(kind: str) -> None:
 @pytest.mark.parametrize("kind", REPRESENTATIVES)
 def test_a_representative_does_not_depend_on_the_order_of_tokens(kind: str) -> None:
     keys = random_keys(1, 3)[0, 0, :, :32]
-    turned = keys[:, torch.randperm(32, generator=torch.Generator().manual_seed(0))]
-    torch.testing.assert_close(representative_of(kind, keys), representative_of(kind, turned))
+    permuted = keys[:, torch.randperm(32, generator=torch.Generator().manual_seed(0))]
+    torch.testing.assert_close(representative_of(kind, keys), representative_of(kind, permuted))
 
 
 @given(seed=st.integers(0, 1000))

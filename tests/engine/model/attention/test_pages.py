@@ -1,4 +1,4 @@
-"""Attention to pages: that over the chosen blocks and no others, however it is cut, in each dtype."""
+"""Attention to pages: it reads only the chosen blocks, with pieces of any size, in each dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def expected(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The definition, in float64, for ``[group, head_dim]`` and tokens ``[token, head_dim]``."""
+    """Compute attention in float64 by its definition, of ``[group, head_dim]`` to tokens ``[token, head_dim]``."""
     q, k, v = (tensor.double() for tensor in (queries, keys, values))
     return (torch.softmax(q @ k.T / DIM**0.5, -1) @ v).to(queries.dtype)
 
@@ -20,7 +20,7 @@ def expected(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) ->
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("piece_bytes", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_pieces_of_any_size_give_attention_to_the_whole(
+def test_attention_does_not_depend_on_the_size_of_pieces(
     dtype: torch.dtype, piece_bytes: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.attention.pages.PIECE_BYTES", piece_bytes)
@@ -38,7 +38,7 @@ def test_pieces_of_any_size_give_attention_to_the_whole(
         torch.testing.assert_close(attended[head], expected(queries[head], keys, values), rtol=0, atol=tolerance)
 
 
-def test_sequences_of_different_lengths_read_at_once_attend_to_their_own_tokens() -> None:
+def test_sequences_of_different_lengths_in_one_read_attend_to_their_own_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     memory = torch.randn(BLOCKS, LAYERS, 2, HEADS, BLOCK, DIM, generator=generator)
     queries = torch.randn(2, HEADS, GROUP, DIM, generator=generator)

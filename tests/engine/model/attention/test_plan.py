@@ -1,4 +1,4 @@
-"""A step's tables: each sequence's own blocks, padded by nothing that was not computed."""
+"""The tables of a step: they contain each sequence's own blocks, and padding with its newest block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK, HEADS = 16, 2
     percent=st.sampled_from([0.1, 0.5, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_a_plan_lists_the_blocks_that_each_partition_says(contexts: list[int], percent: float, seed: int) -> None:
+def test_a_plan_lists_the_blocks_of_each_partition(contexts: list[int], percent: float, seed: int) -> None:
     config = RetrievalConfig(BLOCK, BLOCK, 40, percent, 0, 0)
     partitions = [config.partition_blocks(context, 0) for context in contexts]
     rows = list(range(len(contexts)))[::-1]

@@ -1,4 +1,4 @@
-"""Sparse attention: exact where it must be, active where it says so, and independent of what must not matter."""
+"""Sparse attention: where it must be exact, where it is active, and the factors that must not change responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_TOKENS = 24
 
 
 def config(**changes: Any) -> RetrievalConfig:
-    """Every prompt is sparse and none offloaded, unless ``changes`` say otherwise."""
+    """Make a config. By default, every prompt is sparse and none is offloaded."""
     sizes = {"init_tokens": BLOCK, "local_tokens": 40, "dense_boundary": 0, "offload_boundary": 10_000}
     return RetrievalConfig(BLOCK, **{**sizes, **changes})
 
@@ -44,7 +44,7 @@ OFFLOADED = {"offload_boundary": 0}
 def ask(
     folder: Path, retrieval: RetrievalConfig | None, prompts: Sequence[list[int]], **engine: Any
 ) -> list[Answering]:
-    """All prompts at once, each answered to its end."""
+    """Submit all prompts together; return when all have ended."""
     with Engine(folder, num_blocks=100, retrieval=retrieval, **engine) as running:
         answers = [running.begin(prompt, MAX_TOKENS, logprobs=0) for prompt in prompts]
         for answering in answers:
@@ -63,42 +63,40 @@ def dense(tiny_checkpoint: Path) -> list[list[int]]:
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps that a GPU takes, on a CPU."""
+def code_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the code for GPUs on a CPU."""
     monkeypatch.setattr("engine.model.attention.retrieval.reads_host_memory", lambda device: False)
 
 
 @pytest.mark.parametrize("stride", [1, 5])
 @pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
-def test_reading_every_block_gives_the_dense_answers(
+def test_sparse_attention_to_every_block_generates_the_dense_tokens(
     tiny_checkpoint: Path, dense: list[list[int]], regime: dict[str, int], stride: int
 ) -> None:
     answers = ask(tiny_checkpoint, config(topk_percent=1.0, stride=stride, **regime), PROMPTS)
-    assert all(answering.sequence.blocks_read > 0 for answering in answers), "nothing was looked up"
+    assert all(answering.sequence.blocks_read > 0 for answering in answers), "no block was searched"
     assert tokens_of(answers) == dense
 
 
-def test_layers_that_are_to_be_dense_read_every_block(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+def test_dense_layers_read_every_block(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_layers=LAYERS, **OFFLOADED), PROMPTS)
     assert tokens_of(answers) == dense
 
 
-def test_prompts_below_the_dense_boundary_are_answered_densely(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+def test_prompts_below_the_dense_boundary_are_dense(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=301), PROMPTS)
     assert tokens_of(answers) == dense
     assert [answering.sequence.blocks_passed for answering in answers] == [0] * len(PROMPTS)
 
 
-def test_regimes_are_chosen_by_each_prompts_length(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+def test_the_length_of_a_prompt_selects_its_regime(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=128, offload_boundary=200), PROMPTS)
     regimes = [answering.sequence.regime for answering in answers]
     assert regimes == [Regime.SPARSE, Regime.DENSE, Regime.OFFLOADED, Regime.SPARSE]
     assert tokens_of(answers)[1] == dense[1]
 
 
-def test_an_answer_that_another_instance_began_continues_in_the_regime_of_its_prompt(
-    tiny_checkpoint: Path, dense: list[list[int]]
-) -> None:
+def test_a_resumed_response_has_the_regime_of_its_prompt(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     prompt, begun, rest = PROMPTS[0], dense[0][:10], dense[0][10:]
     request = Request("r", (*prompt, *begun), SamplingParams(len(rest), temperature=0.0), num_begun=len(begun))
     retrieval = config(topk_percent=0.1, dense_boundary=len(prompt) + 1)
@@ -109,40 +107,42 @@ def test_an_answer_that_another_instance_began_continues_in_the_regime_of_its_pr
 
 
 @pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
-def test_batch_mates_do_not_change_a_sparse_answer(tiny_checkpoint: Path, regime: dict[str, int]) -> None:
+def test_other_sequences_of_the_batch_do_not_change_a_sparse_response(
+    tiny_checkpoint: Path, regime: dict[str, int]
+) -> None:
     settings = config(topk_percent=0.3, **regime)
     together = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
     alone = [tokens_of(ask(tiny_checkpoint, settings, [prompt]))[0] for prompt in PROMPTS]
     assert together == alone
 
 
-def test_offloading_does_not_change_a_sparse_answer(tiny_checkpoint: Path) -> None:
+def test_offloading_does_not_change_a_sparse_response(tiny_checkpoint: Path) -> None:
     here, offloaded = (ask(tiny_checkpoint, config(topk_percent=0.3, **regime), PROMPTS) for regime in ({}, OFFLOADED))
     assert tokens_of(here) == tokens_of(offloaded)
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_reading_every_block_as_a_gpu_does_gives_the_dense_answers(
+@pytest.mark.usefixtures("code_for_gpus")
+def test_the_code_for_gpus_with_every_block_generates_the_dense_tokens(
     tiny_checkpoint: Path, dense: list[list[int]]
 ) -> None:
-    """Of sequences whose blocks are here and of offloaded ones, in one step."""
+    """One step contains offloaded sequences and others."""
     answers = ask(tiny_checkpoint, config(topk_percent=1.0, offload_boundary=150), PROMPTS)
     assert {answering.sequence.regime for answering in answers} == {Regime.SPARSE, Regime.OFFLOADED}
     assert tokens_of(answers) == dense
 
 
 @pytest.mark.parametrize("stride", [1, 5])
-def test_a_gpu_reads_the_blocks_that_a_cpu_reads(
+def test_the_code_for_gpus_reads_the_same_blocks(
     tiny_checkpoint: Path, request: pytest.FixtureRequest, stride: int
 ) -> None:
     settings = config(topk_percent=0.3, offload_boundary=150, stride=stride, dense_layers=1)
     here = ask(tiny_checkpoint, settings, PROMPTS)
-    request.getfixturevalue("stand_in")
+    request.getfixturevalue("code_for_gpus")
     there = ask(tiny_checkpoint, settings, PROMPTS)
     assert tokens_of(there) == tokens_of(here)
 
 
-def test_taking_prompts_up_in_pieces_does_not_change_a_sparse_answer(
+def test_offloading_prompts_in_pieces_does_not_change_a_sparse_response(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(topk_percent=0.3, **OFFLOADED)
@@ -151,8 +151,8 @@ def test_taking_prompts_up_in_pieces_does_not_change_a_sparse_answer(
     assert tokens_of(ask(tiny_checkpoint, settings, PROMPTS)) == whole
 
 
-@pytest.mark.parametrize("is_as_on_gpu", [False, True], ids=["as the device does", "as a GPU does"])
-def test_every_step_and_layer_reads_its_budget_and_no_more(
+@pytest.mark.parametrize("is_as_on_gpu", [False, True], ids=["code of the device", "code for GPUs"])
+def test_every_step_and_layer_reads_exactly_its_budget(
     tiny_checkpoint: Path,
     dense: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -160,13 +160,13 @@ def test_every_step_and_layer_reads_its_budget_and_no_more(
     is_as_on_gpu: bool,
 ) -> None:
     if is_as_on_gpu:
-        request.getfixturevalue("stand_in")
+        request.getfixturevalue("code_for_gpus")
     read: list[int] = []
     attend_in_pieces, attend_at_once = PageReader.attend_in_pieces, PageReader.attend_at_once
 
-    # Counted in what attention is given, not in what the bookkeeping says.
+    # Count the arguments of attention, and do not rely on the engine's own counts.
     def count_in_pieces(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
-        read.append(rest[0].shape[1] + 1)  # these blocks, and the newest
+        read.append(rest[0].shape[1] + 1)  # these blocks and the newest one
         return attend_in_pieces(self, queries, memory, *rest)
 
     def count_at_once(self: PageReader, queries: torch.Tensor, memory: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -189,24 +189,24 @@ def test_every_step_and_layer_reads_its_budget_and_no_more(
     assert tokens_of([answering]) != dense[:1], "the sparse path was not taken"
 
 
-def test_blocks_of_an_offloaded_sequence_are_free_for_others(tiny_checkpoint: Path) -> None:
+def test_other_sequences_can_use_the_blocks_of_an_offloaded_sequence(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, num_blocks=40, retrieval=config(**OFFLOADED)) as engine:
         answering = engine.begin(PROMPTS[2], 200)
         wait_until(lambda: answering.sequence.num_output_tokens > 1, "the first tokens")
         assert engine.blocks.num_blocks - engine.blocks.num_available <= 2
-        engine.answer(PROMPTS[0], 8)  # would not have fitted beside it
+        engine.answer(PROMPTS[0], 8)  # it would not fit if the offloaded sequence still had its blocks
         answering.wait()
         assert answering.sequence.num_preemptions == 0
         engine.wait_until_idle()
 
 
-def test_without_host_memory_blocks_stay_where_they_are_and_answers_are_the_same(
+def test_without_host_memory_sequences_are_not_offloaded_and_responses_are_the_same(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(topk_percent=0.3, **OFFLOADED)
     offloaded = tokens_of(ask(tiny_checkpoint, settings, PROMPTS))
 
-    def refuse(*_: object) -> torch.Tensor:  # a machine cannot be made to run out of memory in a test
+    def refuse(*_: object) -> torch.Tensor:  # a test cannot use up the memory of the machine
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr("engine.model.attention.retrieval.allocate_host_memory", refuse)
@@ -215,7 +215,7 @@ def test_without_host_memory_blocks_stay_where_they_are_and_answers_are_the_same
     assert tokens_of(here) == offloaded
 
 
-def test_a_preempted_sequence_finds_its_way_back(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
+def test_a_preempted_sequence_continues_with_the_same_tokens(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     with Engine(tiny_checkpoint, num_blocks=22, retrieval=config(topk_percent=1.0)) as engine:
         begun = engine.begin_at_once([PROMPTS[i] for i in (0, 3)], MAX_TOKENS)
         assert [answering.wait() for answering in begun] == [dense[0], dense[3]]
@@ -231,7 +231,7 @@ def test_a_prompt_resumes_on_another_instance_from_the_pool(tiny_checkpoint: Pat
     ):
         first = one.answer(PROMPTS[0], MAX_TOKENS).wait()
         saved = count_keys(store)
-        assert saved == len(PROMPTS[0]) // BLOCK, "what sparse steps compute is not exact, and must not be shared"
+        assert saved == len(PROMPTS[0]) // BLOCK, "KV of sparse steps is not exact, and must not be shared"
         again = other.answer(PROMPTS[0], MAX_TOKENS)
         assert again.wait() == first
         assert again.sequence.pool_cached_tokens == saved * BLOCK
@@ -239,7 +239,7 @@ def test_a_prompt_resumes_on_another_instance_from_the_pool(tiny_checkpoint: Pat
 
 
 def read_pool(store: MemoryStore, engine: Engine, sequence: EngineSequence) -> dict[int, torch.Tensor]:
-    """The blocks of ``sequence`` that are in the pool, by their numbers."""
+    """Return the blocks of ``sequence`` in the pool, by their numbers."""
     hashes, shape = sequence.hashes(), engine.runner.kv.shape[1:]
     blocks = torch.zeros(len(hashes), *shape)
     nbytes = engine.runner.shape.nbytes
@@ -249,7 +249,7 @@ def read_pool(store: MemoryStore, engine: Engine, sequence: EngineSequence) -> d
 
 
 def read_exact(folder: Path, sequence: EngineSequence) -> dict[int, torch.Tensor]:
-    """The KV of all full blocks of its tokens, as an engine that knows no sparse attention computes it."""
+    """Return the KV of all full blocks of the sequence, computed by an engine without sparse attention."""
     store = MemoryStore(64 << 20)
     with Engine(folder, num_blocks=100, store=store) as engine:
         return read_pool(store, engine, engine.answer(sequence.token_ids, 1).sequence)
@@ -289,12 +289,12 @@ def test_only_exact_kv_is_in_the_pool_with_output_caching(
             exact_tokens = sequence.num_computed if is_dense else sequence.num_prompt_tokens
             assert blocks.keys() <= set(range(exact_tokens // BLOCK))
             check_that_all_is_exact(tiny_checkpoint, blocks, sequence)
-    said = [message for message in caplog.messages if "generated tokens are not saved to the pool" in message]
+    messages = [message for message in caplog.messages if "generated tokens are not saved to the pool" in message]
     sparse = [answering for answering in begun if answering.sequence.regime is not Regime.DENSE]
-    assert len(said) == len(sparse), "once for each sequence that decoded sparsely"
+    assert len(messages) == len(sparse), "once for each sequence with sparse decode steps"
 
 
-def test_an_answer_of_sparse_steps_is_in_the_pool_once_a_prompt_has_it(tiny_checkpoint: Path) -> None:
+def test_a_sparse_response_is_saved_when_a_later_prompt_contains_it(tiny_checkpoint: Path) -> None:
     store, settings = MemoryStore(64 << 20), config(topk_percent=0.1)
     with Engine(tiny_checkpoint, num_blocks=100, retrieval=settings, store=store, save_outputs=True) as engine:
         first = engine.answer(PROMPTS[0], MAX_TOKENS).sequence
@@ -305,8 +305,8 @@ def test_an_answer_of_sparse_steps_is_in_the_pool_once_a_prompt_has_it(tiny_chec
         check_that_all_is_exact(tiny_checkpoint, blocks, following)
 
 
-def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -> None:
-    """It builds the index from the keys that it is handed."""
+def test_a_decode_instance_generates_the_same_tokens_as_a_mixed_one(tiny_checkpoint: Path) -> None:
+    """It builds the index from the KV of prefill."""
     settings, prompt = config(topk_percent=0.3, **OFFLOADED), PROMPTS[0]
     [whole] = tokens_of(ask(tiny_checkpoint, settings, [prompt]))
     with (
@@ -319,16 +319,16 @@ def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -
             computed.update(zip(range(first, first + len(blocks)), prefill.runner.kv[list(blocks)], strict=True))
             prefill.blocks.release_blocks(blocks)
 
-        heard: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        listener = Listener(lambda output: heard.put(output.token_id), on_computed=on_computed)
+        tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        listener = Listener(lambda output: tokens.put(output.token_id), on_computed=on_computed)
         request = Request("prefill", tuple(prompt), SamplingParams(1, temperature=0.0))
         prefill.core.submit(EngineSequence(request, BLOCK), listener)
-        token = heard.get(timeout=30)
+        token = tokens.get(timeout=30)
         assert token is not None
 
-        lent: queue.SimpleQueue[Reservation | None] = queue.SimpleQueue()
-        decode.core.reserve_blocks([], len(prompt), lent.put)
-        reservation = lent.get(timeout=30)
+        reservations: queue.SimpleQueue[Reservation | None] = queue.SimpleQueue()
+        decode.core.reserve_blocks([], len(prompt), reservations.put)
+        reservation = reservations.get(timeout=30)
         assert reservation is not None
         decode.runner.kv[reservation.blocks] = torch.stack([computed[i] for i in range(len(computed))])
         asked = Request("decode", tuple(prompt), SamplingParams(MAX_TOKENS, temperature=0.0))
@@ -340,7 +340,7 @@ def test_a_decode_instance_answers_as_one_that_does_all(tiny_checkpoint: Path) -
 
 
 @given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))
-def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_for(
+def test_the_window_has_at_least_the_given_size_and_every_block_is_in_one_part(
     init: int, local: int, percent: float, context: int
 ) -> None:
     partition = RetrievalConfig(BLOCK, init, local, percent, 0, 0).partition_blocks(context, 0)
@@ -351,14 +351,16 @@ def test_the_window_is_never_less_than_asked_for_and_all_blocks_are_accounted_fo
 
 
 @given(init=st.integers(0, 50), local=st.integers(17, 90), percent=st.floats(0.01, 1), context=st.integers(1, 600))
-def test_working_sets_have_room_for_what_any_step_reads(init: int, local: int, percent: float, context: int) -> None:
+def test_working_sets_have_space_for_the_blocks_of_any_step(
+    init: int, local: int, percent: float, context: int
+) -> None:
     tested = RetrievalConfig(BLOCK, init, local, percent, 0, 0)
     read = [tested.partition_blocks(length, 0).num_read for length in range(1, context + 1)]
     assert max(read) <= tested.max_blocks_read(context, 0)
 
 
-def test_at_128k_tokens_the_methods_defaults_hold_a_quarter_of_the_kv_at_most() -> None:
-    """Counted in what is allocated, which is enough for every step up to there."""
+def test_the_defaults_keep_at_most_a_quarter_of_the_kv_of_128k_tokens() -> None:
+    """The allocated memory is counted. It is enough for every step up to this length."""
     method, tokens = RetrievalConfig(128), 128 << 10
     kv = torch.empty(tokens // 128, 1, 2, 1, 128, 2)
     sequence = EngineSequence(Request("", (1,) * (tokens - 200), SamplingParams(200)), 128)
@@ -381,7 +383,7 @@ def test_at_128k_tokens_the_methods_defaults_hold_a_quarter_of_the_kv_at_most() 
         ({"dense_layers": -1}, "--retrieval-dense-layers -1 is negative"),
     ],
 )
-def test_values_that_cannot_be_are_refused_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+def test_impossible_values_are_refused_in_one_sentence(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(**changes)
     assert sentence in str(caught.value)
@@ -392,6 +394,6 @@ def test_values_that_cannot_be_are_refused_in_one_sentence(changes: dict[str, An
     ("block_size", "reason"), [(64, "larger index and a longer search"), (256, "is less precise"), (128, "")]
 )
 def test_block_sizes_are_explained(block_size: int, reason: str) -> None:
-    said = RetrievalConfig(block_size).explain_block_size()
-    assert reason in said
-    assert bool(said) == bool(reason)
+    messages = RetrievalConfig(block_size).explain_block_size()
+    assert reason in messages
+    assert bool(messages) == bool(reason)

@@ -1,4 +1,4 @@
-"""Working sets: whichever blocks were wanted before, they hold those that are wanted now."""
+"""Working sets: after ``fill``, they contain the requested blocks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ SHAPE = (12, 2, 2, 3, 4, 5)  # blocks, layers, k/v, heads, tokens, head_dim
 
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_working_set_holds_what_was_last_wanted_whatever_it_held_before(data: st.DataObject) -> None:
-    """And attention over it is that over these blocks in any order."""
+def test_a_working_set_contains_the_blocks_of_the_last_request(data: st.DataObject) -> None:
+    """Attention to it is equal to attention to these blocks in any order."""
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(SHAPE, generator=generator)
     tested, queries = WorkingSet(11, source), torch.randn(3, 2, 5, generator=generator)
     for _ in range(data.draw(st.integers(1, 4))):
         count = data.draw(st.integers(1, 10))
-        wanted = torch.zeros(3, 12, dtype=torch.bool)
+        requested = torch.zeros(3, 12, dtype=torch.bool)
         rows = [data.draw(st.permutations(range(12)))[:count] for _ in range(3)]
         for head, row in enumerate(rows):
-            wanted[head, row] = True
-        copied = tested.fill(wanted, source, 1)
+            requested[head, row] = True
+        copied = tested.fill(requested, source, 1)
         assert copied <= 3 * count
-    assert tested.fill(wanted, source, 1) == 0, "what it holds already is copied again"
+    assert tested.fill(requested, source, 1) == 0, "blocks of the working set were copied again"
     newest, filled = torch.randn(2, 3, 4, 5, generator=generator), data.draw(st.integers(1, 4))
     tested.append_newest(newest, filled)
     attended = tested.attend(queries, None)
