@@ -38,7 +38,7 @@ from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.wrapper import Wrapper
 from tests.engine.checkpoints import CHECKPOINTS, GROUPED, VOCAB_SIZE, write_checkpoint
-from tests.engine.running import Answering, Engine
+from tests.engine.running import Engine, SubmittedRequest
 from tests.faults.client import Owner
 from tests.support.mooncake import MooncakeMaster, mooncake_master
 
@@ -107,7 +107,9 @@ def make_prompts() -> list[list[int]]:
     return [[*beginnings[i % 10], *chance.choices(range(VOCAB_SIZE), k=chance.randint(1, 100))] for i in range(PROMPTS)]
 
 
-def try_fault(fault: str, checkpoint: Path, prompts: list[list[int]], log: Path) -> tuple[list[Answering], float, int]:
+def try_fault(
+    fault: str, checkpoint: Path, prompts: list[list[int]], log: Path
+) -> tuple[list[SubmittedRequest], float, int]:
     """Run all prompts with one fault.
 
     Returns:
@@ -124,7 +126,7 @@ def try_fault(fault: str, checkpoint: Path, prompts: list[list[int]], log: Path)
                 writer.answer(prompt, 1)
         store = open_broken(config, fault)
         with Engine(checkpoint, store=store) as reader:
-            asked: list[Answering] = []
+            asked: list[SubmittedRequest] = []
             actions = FAULTS[fault](master, owner)
             for batch, begin in enumerate(range(0, len(prompts), AT_ONCE)):
                 actions.get(batch, lambda: None)()

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def engines_as_on_gpu() -> Iterator[None]:
-    """With ``KVSTORE_TEST_DEVICE=stand-in`` every engine runs the code that a GPU runs."""
+    """Run the code for GPUs in every engine if ``KVSTORE_TEST_DEVICE=stand-in`` is set."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if TEST_DEVICE == "stand-in":
             run_as_on_gpu(monkeypatch)

@@ -19,11 +19,11 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         uncaught: list[dict[str, Any]] = []
 
-        async def watched() -> None:
+        async def run_with_deadline() -> None:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: uncaught.append(context))
             await asyncio.wait_for(test(*args, **kwargs), _DEADLINE_SECONDS)
 
-        asyncio.run(watched())
+        asyncio.run(run_with_deadline())
         assert uncaught == []
 
     return run

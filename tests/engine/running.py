@@ -30,12 +30,12 @@ from kvstore_backend.wrappers.guarded import GuardedBackend
 from tests.support.device import TORCH_DEVICE
 from tests.support.waiting import wait_until
 
-__all__ = ["Answering", "Engine"]
+__all__ = ["Engine", "SubmittedRequest"]
 
 _DEADLINE_SECONDS = 60.0
 
 
-class Answering:
+class SubmittedRequest:
     """One request in the engine, and its outputs."""
 
     def __init__(self, sequence: EngineSequence) -> None:
@@ -154,16 +154,18 @@ class Engine:
         salt: str = "",
         hints: tuple[CacheHint, ...] = (),
         **params: Any,
-    ) -> Answering:
+    ) -> SubmittedRequest:
         """Submit a prompt. Sampling is greedy unless ``params`` change it."""
         sampling = SamplingParams(max_tokens, **{"temperature": 0.0, **params})
         request = Request(next(self._names), tuple(prompt), sampling, salt, hints=hints)
         sequence = EngineSequence(request, self.block_size)
-        answering = Answering(sequence)
-        self.core.submit(sequence, answering.listener)
-        return answering
+        submitted = SubmittedRequest(sequence)
+        self.core.submit(sequence, submitted.listener)
+        return submitted
 
-    def begin_at_once(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any) -> list[Answering]:
+    def begin_at_once(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **more: Any
+    ) -> list[SubmittedRequest]:
         """Submit prompts so that the engine has all of them before its next step, even if this thread is slow."""
         are_submitted = threading.Event()
         self.core.call(are_submitted.wait)
@@ -171,12 +173,12 @@ class Engine:
         are_submitted.set()
         return begun
 
-    def answer(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Answering:
+    def answer(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> SubmittedRequest:
         """Submit a prompt, and wait until it has ended and all its blocks are saved."""
-        answering = self.begin(prompt, max_tokens, **more)
-        answering.wait()
-        assert answering.saved.wait(_DEADLINE_SECONDS)
-        return answering
+        submitted = self.begin(prompt, max_tokens, **more)
+        submitted.wait()
+        assert submitted.saved.wait(_DEADLINE_SECONDS)
+        return submitted
 
     def wait_until_idle(self) -> None:
         """Wait until no request holds a block: none waits, loads, runs or is being saved."""

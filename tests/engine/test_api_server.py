@@ -147,7 +147,7 @@ class TestChat:
         assert last.usage.completion_tokens == 5
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_stop_string_ends_the_answer_before_it(self, instance: Served, stream: bool) -> None:
+    def test_a_stop_string_ends_the_response_before_it(self, instance: Served, stream: bool) -> None:
         whole = chat(instance, max_tokens=12).choices[0].message.content
         stop = whole[20:26]
         expected = whole.partition(stop)[0]
@@ -179,7 +179,7 @@ class TestChat:
             (token,) = chunk.choices[0].logprobs.content
             assert token.token == chunk.choices[0].delta.content
 
-    def test_a_stop_string_ends_no_answer_before_min_tokens(self, instance: Served) -> None:
+    def test_a_stop_string_ends_no_response_before_min_tokens(self, instance: Served) -> None:
         whole = chat(instance, max_tokens=12).choices[0].message.content
         first, last = whole.split()[0], whole.split()[10]
         for stop, num_tokens in ((first, 12), ([first, last], 11)):

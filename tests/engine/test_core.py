@@ -1,4 +1,4 @@
-"""How requests end: normally, by an abort, by a stop of the instance, or by an error of only this request."""
+"""Ends of requests: normal ones, aborts, stops of the instance, and errors of one request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore_backend import BlockPool, Status
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import GROUPED, write_checkpoint
 from tests.engine.faulty_store import FaultyStore
-from tests.engine.running import Answering, Engine
+from tests.engine.running import Engine, SubmittedRequest
 from tests.support.waiting import wait_until
 
 PROMPT = list(range(1, 41))
@@ -44,24 +44,24 @@ def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
     go = threading.Event()
     run = engine.runner.run
 
-    def waiting_run(chunks: Any) -> Any:
+    def run_after_go(chunks: Any) -> Any:
         go.wait()
         return run(chunks)
 
-    monkeypatch.setattr(engine.runner, "run", waiting_run)
+    monkeypatch.setattr(engine.runner, "run", run_after_go)
     yield go
     go.set()
 
 
 def test_max_tokens_ends_a_response_with_length(engine: Engine, answer: list[int]) -> None:
-    asked = engine.answer(PROMPT, 5)
-    assert (asked.wait(), asked.finish_reason) == (answer[:5], "length")
+    submitted = engine.answer(PROMPT, 5)
+    assert (submitted.wait(), submitted.finish_reason) == (answer[:5], "length")
 
 
 def test_an_end_token_ends_a_response_with_stop(engine: Engine, answer: list[int]) -> None:
     engine.runner.eos_token_ids = frozenset({answer[4]})
-    asked = engine.answer(PROMPT, 12)
-    assert (asked.wait(), asked.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
+    submitted = engine.answer(PROMPT, 12)
+    assert (submitted.wait(), submitted.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
 
 
 def test_a_request_can_ignore_end_tokens(engine: Engine, answer: list[int]) -> None:
@@ -76,26 +76,26 @@ def test_an_end_token_is_not_chosen_before_min_tokens(engine: Engine, answer: li
 
 
 def test_a_stop_token_of_the_request_ends_its_response(engine: Engine, answer: list[int]) -> None:
-    asked = engine.answer(PROMPT, 12, stop_token_ids=frozenset({answer[4]}), ignore_eos=True)
-    assert (asked.wait(), asked.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
+    submitted = engine.answer(PROMPT, 12, stop_token_ids=frozenset({answer[4]}), ignore_eos=True)
+    assert (submitted.wait(), submitted.finish_reason) == (answer[: answer.index(answer[4]) + 1], "stop")
 
 
 def test_an_abort_ends_running_and_waiting_sequences_but_changes_no_finished_one(
     engine: Engine, held: threading.Event
 ) -> None:
     running, neighbour, waiting = (engine.begin(PROMPT, 12) for _ in range(3))
-    for asked in (running, waiting, running):  # the second abort of a sequence has no effect
-        engine.core.abort_sequence(asked.sequence)
+    for submitted in (running, waiting, running):  # the second abort of a sequence has no effect
+        engine.core.abort_sequence(submitted.sequence)
     held.set()
-    for asked in (running, waiting):
-        asked.wait()
-        assert asked.finish_reason == "abort"
-        assert asked.sequence.state is State.FINISHED
+    for submitted in (running, waiting):
+        submitted.wait()
+        assert submitted.finish_reason == "abort"
+        assert submitted.sequence.state is State.FINISHED
     neighbour.wait()
     assert neighbour.finish_reason == "length"
     engine.core.abort_sequence(neighbour.sequence)
     engine.wait_until_idle()
-    assert [asked.times_saved for asked in (running, neighbour, waiting)] == [1, 1, 1]
+    assert [submitted.times_saved for submitted in (running, neighbour, waiting)] == [1, 1, 1]
     assert engine.metric("kvstore_requests_finished_total", reason="abort") == 2
 
 
@@ -105,17 +105,17 @@ def test_a_step_that_fails_ends_only_its_own_sequences(
     run, fail = engine.runner.run, threading.Event()
     fail.set()
 
-    def failing_once(chunks: Any) -> Any:
+    def fail_once(chunks: Any) -> Any:
         if len(chunks) == 2 and fail.is_set():
             fail.clear()
             raise RuntimeError("out of memory")
         return run(chunks)
 
-    monkeypatch.setattr(engine.runner, "run", failing_once)
+    monkeypatch.setattr(engine.runner, "run", fail_once)
     failed, also_failed, waiting = (engine.begin(prompt, 12) for prompt in ([1], [2], PROMPT))
-    for asked in (failed, also_failed):
-        asked.wait()
-        assert asked.finish_reason == "error"
+    for submitted in (failed, also_failed):
+        submitted.wait()
+        assert submitted.finish_reason == "error"
     assert waiting.wait() == answer
     assert "out of memory" in caplog.text
     assert engine.core.is_alive
@@ -141,10 +141,10 @@ def test_all_requests_fail_after_a_permanent_device_error(
 
     monkeypatch.setattr(engine.runner, "run", fail_late)
     monkeypatch.setattr(engine.runner, "wait_for_device", wait_for_device)
-    asked = [engine.begin(PROMPT, 900) for _ in range(3)]  # one more than can run at the same time
-    asked[0].next()
+    submitted = [engine.begin(PROMPT, 900) for _ in range(3)]  # one more than can run at the same time
+    submitted[0].next()
     has_waiting_request.set()
-    for one in asked:
+    for one in submitted:
         one.wait()
         assert one.finish_reason == "error"
     wait_until(lambda: not engine.core.is_alive, "the engine to be no longer alive")
@@ -172,9 +172,7 @@ def test_later_requests_succeed_after_a_temporary_device_error(
     assert engine.answer(PROMPT, 12).wait() == answer
 
 
-def test_a_sequence_with_failed_sampling_ends_with_an_error_and_no_other_sequence_does(
-    engine: Engine, answer: list[int]
-) -> None:
+def test_a_sequence_ends_alone_with_an_error_if_its_sampling_fails(engine: Engine, answer: list[int]) -> None:
     good = engine.begin(PROMPT, 12)
     good.next()
     every_token = frozenset(range(engine.runner.vocab_size))
@@ -192,7 +190,7 @@ def test_a_message_to_the_engine_that_fails_ends_no_sequence(engine: Engine, ans
     running.next()
     engine.core.reserve_blocks([], 10**9, fail)
     waiting = [engine.begin(PROMPT, 12) for _ in range(3)]
-    assert [asked.wait() for asked in (running, *waiting)] == [answer] * 4
+    assert [submitted.wait() for submitted in (running, *waiting)] == [answer] * 4
 
 
 def test_a_hand_over_that_fails_ends_only_its_own_sequence_and_releases_its_blocks(
@@ -204,7 +202,7 @@ def test_a_hand_over_that_fails_ends_only_its_own_sequence_and_releases_its_bloc
     engine.core.reserve_blocks([], 1, reserved.put)
     too_short = reserved.get(timeout=30)
     assert too_short
-    pending = Answering(Sequence(Request("handed", tuple(PROMPT), SamplingParams(12)), engine.block_size))
+    pending = SubmittedRequest(Sequence(Request("handed", tuple(PROMPT), SamplingParams(12)), engine.block_size))
     engine.core.submit(pending.sequence, pending.listener, Prefilled(too_short, 1, None))
     assert (pending.wait(), pending.finish_reason) == ([], "error")
     assert running.wait() == answer
@@ -219,9 +217,9 @@ def test_a_sequence_that_does_not_fit_in_kv_memory_is_refused(engine: Engine) ->
 
 def test_a_stop_ends_running_and_waiting_sequences(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, max_num_seqs=1) as engine:
-        asked = [engine.begin(PROMPT, 900) for _ in range(3)]
-        asked[0].next()
-    for one in asked:
+        submitted = [engine.begin(PROMPT, 900) for _ in range(3)]
+        submitted[0].next()
+    for one in submitted:
         one.wait()
         assert one.finish_reason == "abort"
     assert not engine.core.is_alive
@@ -241,9 +239,9 @@ def test_metrics_count_tokens_and_requests(engine: Engine) -> None:
 
 
 def test_each_token_comes_with_its_own_logprobs(engine: Engine, answer: list[int]) -> None:
-    asked = engine.begin(PROMPT, 3, logprobs=2)
+    submitted = engine.begin(PROMPT, 3, logprobs=2)
     for token in answer[:3]:
-        output = asked.next()
+        output = submitted.next()
         assert output.logprobs is not None
         assert output.logprobs.top[0] == (token, output.logprobs.chosen)
 
@@ -279,11 +277,11 @@ def test_a_slow_stop_reports_the_cause_of_its_wait(tiny_checkpoint: Path, monkey
     with Engine(tiny_checkpoint, store=store) as engine:
         go, run = threading.Event(), engine.runner.run
 
-        def waiting_run(chunks: Any) -> Any:
+        def run_after_go(chunks: Any) -> Any:
             go.wait()
             return run(chunks)
 
-        monkeypatch.setattr(engine.runner, "run", waiting_run)
+        monkeypatch.setattr(engine.runner, "run", run_after_go)
         engine.begin(PROMPT, 100)
         wait_until(lambda: engine.scheduler.running, "the prompt to be computed")
         stopping = threading.Thread(target=engine.core.stop)
@@ -375,4 +373,4 @@ def test_the_memory_of_broken_blocks_does_not_break_later_sequences(
         monkeypatch.setattr(engine.runner, "run", run_and_corrupt)
         assert engine.answer(list(range(100, 240)), 4).wait() == []
         both = [engine.begin(prompt, 4, salt="after") for prompt in prompts]
-        assert [asked.wait() for asked in both] == expected
+        assert [submitted.wait() for submitted in both] == expected

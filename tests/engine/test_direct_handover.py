@@ -99,11 +99,11 @@ async def test_decode_does_not_compute_the_prompt(
         computed: list[int] = []
         run = pair.decode.engine.runner.run
 
-        def counting(chunks: Any) -> Any:
+        def count_tokens(chunks: Any) -> Any:
             computed.extend(chunk.num_tokens for chunk in chunks)
             return run(chunks)
 
-        monkeypatch.setattr(pair.decode.engine.runner, "run", counting)
+        monkeypatch.setattr(pair.decode.engine.runner, "run", count_tokens)
         tokens = tokens_of(await pair.answer(**params))
         assert tokens == expected or params
         assert computed == [1] * 11

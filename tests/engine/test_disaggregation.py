@@ -82,7 +82,7 @@ async def test_a_request_can_arrive_after_p_has_finished() -> None:
 
 
 @in_event_loop
-async def test_p_may_compute_much_longer_than_silence_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_p_may_compute_much_longer_than_the_limit_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.disaggregation.prefill.ALIVE_SECONDS", SHORT / 10)
     async with receiving(SHORT) as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))

@@ -1,4 +1,4 @@
-"""With all features on, each token of a greedy response is the likeliest token of transformers' model.
+"""Greedy responses with all features on: each token is the likeliest token of transformers' model.
 
 The features are: prefix cache, pool, output caching, chunked prefill, batches, and preemption because of too few
 blocks; in one instance, and in a pair with direct transfer. The checkpoints have random float32 weights. Sums of the
@@ -80,7 +80,7 @@ class Reference:
 
 def run_together(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     answers = engine.begin_at_once(prompts, MAX_TOKENS)
-    tokens = [answering.wait() for answering in answers]
+    tokens = [submitted.wait() for submitted in answers]
     engine.wait_until_idle()
     return tokens
 

@@ -96,11 +96,11 @@ def test_responses_are_equal_to_transformers_with_too_few_blocks(checkpoint: Pat
 
 def test_blocks_that_no_later_token_reads_are_released(checkpoint: Path) -> None:
     with Engine(checkpoint, num_blocks=300, budget=40) as engine:
-        answering = engine.begin(random_tokens(150, "long"), 60)
+        submitted = engine.begin(random_tokens(150, "long"), 60)
         for _ in range(59):
-            answering.next()
-        held = [len(table.blocks) - table.num_released for table in answering.sequence.tables]
-        answering.wait()
+            submitted.next()
+        held = [len(table.blocks) - table.num_released for table in submitted.sequence.tables]
+        submitted.wait()
     needed = {"full": 14, "window": 4, "state": 2}
     for group, count in zip(engine.runner.groups.groups, held, strict=True):
         assert count <= needed[group.kind]
@@ -164,7 +164,7 @@ def test_a_pool_that_fails_changes_no_response(fault: Fault, tmp_path: Path) -> 
             check(folder, PROMPTS[:5], run_together(reader, PROMPTS[:5]))
 
 
-def test_names_of_blocks_in_the_pool_contain_their_group(tmp_path: Path) -> None:
+def test_the_names_of_blocks_in_the_pool_contain_their_group(tmp_path: Path) -> None:
     store = MemoryStore(64 << 20)
     folder = write_checkpoint(GROUPED["gemma2"](), tmp_path)
     with Engine(folder, num_blocks=200, store=store) as engine:
@@ -207,9 +207,9 @@ def test_retrieval_reads_the_blocks_of_full_attention(family: str, offload_bound
     folder = write_checkpoint(GROUPED[family](), tmp_path)
     every_block = RetrievalConfig(BLOCK, BLOCK, 2 * BLOCK, 1.0, 0, offload_boundary)
     with Engine(folder, num_blocks=700, budget=40, retrieval=every_block) as engine:
-        answering = engine.begin_at_once(PROMPTS[-3:], MAX_TOKENS)
-        answers = [each.wait() for each in answering]
-        assert all(each.sequence.blocks_read > 0 for each in answering)
+        submitted = engine.begin_at_once(PROMPTS[-3:], MAX_TOKENS)
+        answers = [each.wait() for each in submitted]
+        assert all(each.sequence.blocks_read > 0 for each in submitted)
     check(folder, PROMPTS[-3:], answers)
 
 

@@ -147,7 +147,7 @@ def test_only_words_are_sampled(answers: list[tuple[list[int], torch.Tensor]]) -
         assert hot[:, : -len(WORDS)].sum(dim=-1).max() < 1e-6
 
 
-def test_different_questions_get_different_answers(answers: list[tuple[list[int], torch.Tensor]]) -> None:
+def test_different_questions_get_different_responses(answers: list[tuple[list[int], torch.Tensor]]) -> None:
     assert len({tuple(generated[:5]) for generated, _ in answers}) == len(QUESTIONS)
 
 

@@ -112,8 +112,8 @@ def test_each_response_has_its_own_repetition_penalty_as_in_transformers(qwen2: 
         penalty = engine.runner.defaults.repetition_penalty
         answers = [engine.begin(prompt, MAX_TOKENS, repetition_penalty=penalty) for prompt in PROMPTS]
         others = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
-        for prompt, answering, other in zip(PROMPTS, answers, others, strict=True):
-            assert penalized(prompt).matches(answering.wait())
+        for prompt, submitted, other in zip(PROMPTS, answers, others, strict=True):
+            assert penalized(prompt).matches(submitted.wait())
             assert qwen2.reference(prompt).matches(other.wait())
     assert sum(penalized(prompt).tokens != qwen2.reference(prompt).tokens for prompt in PROMPTS) > len(PROMPTS) / 2
 
@@ -154,19 +154,19 @@ class TestPool:
             for prompt in prompts:
                 one.answer(prompt, 1)
             answers = [other.begin(prompt, MAX_TOKENS) for prompt in prompts]
-            for prompt, answering in zip(prompts, answers, strict=True):
-                assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
+            for prompt, submitted in zip(prompts, answers, strict=True):
+                assert qwen2.reference(prompt).matches(submitted.wait()), f"prompt of {len(prompt)} tokens"
                 # All full blocks except one that ends with the last token, which is always computed.
-                assert answering.sequence.pool_cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
-                assert answering.sequence.own_cached_tokens == 0
+                assert submitted.sequence.pool_cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+                assert submitted.sequence.own_cached_tokens == 0
 
     def test_responses_are_the_same_if_a_small_instance_loads_saves_and_preempts(self, qwen2: Checkpoint) -> None:
         with two_engines(qwen2.folder, num_blocks=9, max_num_seqs=5, budget=7, save_outputs=True) as (one, other):
             for engine in (one, other):
                 answers = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
-                for prompt, answering in zip(PROMPTS, answers, strict=True):
-                    assert qwen2.reference(prompt).matches(answering.wait()), f"prompt of {len(prompt)} tokens"
-                    sequence = answering.sequence
+                for prompt, submitted in zip(PROMPTS, answers, strict=True):
+                    assert qwen2.reference(prompt).matches(submitted.wait()), f"prompt of {len(prompt)} tokens"
+                    sequence = submitted.sequence
                     assert sequence.own_cached_tokens + sequence.pool_cached_tokens < len(prompt)
                 engine.wait_until_idle()
             assert other.metric("kvstore_pool_cached_tokens_total") > 0
@@ -198,22 +198,22 @@ def test_generated_blocks_are_saved_when_they_are_full_and_another_instance_can_
     store = MemoryStore(64 << 20)
     with Engine(qwen2.folder, store=store, save_outputs=True) as one, Engine(qwen2.folder, store=store) as other:
         prompt = prompt_of(40)
-        answering = one.begin(prompt, 900)
-        answer = [answering.next().token_id or 0 for _ in range(MAX_TOKENS)]
+        submitted = one.begin(prompt, 900)
+        answer = [submitted.next().token_id or 0 for _ in range(MAX_TOKENS)]
         wait_until(lambda: count_keys(store) >= 3, "a block with generated tokens to be in the pool")
         follow_up = other.answer([*prompt, *answer, *prompt_of(5)], MAX_TOKENS)
-        assert answering.sequence.state is State.RUNNING
+        assert submitted.sequence.state is State.RUNNING
         assert follow_up.sequence.pool_cached_tokens == 48
-        one.core.abort_sequence(answering.sequence)
+        one.core.abort_sequence(submitted.sequence)
 
 
 def test_tokens_from_before_a_preemption_are_not_computed_again(qwen2: Checkpoint) -> None:
     # The sequence loses its blocks, and loads them from the pool.
     with Engine(qwen2.folder, store=MemoryStore(64 << 20), num_blocks=9, save_outputs=True) as engine:
-        asked = engine.begin_at_once([prompt_of(24, seed) for seed in (1, 2)], 90)
-        for one in asked:
+        submitted = engine.begin_at_once([prompt_of(24, seed) for seed in (1, 2)], 90)
+        for one in submitted:
             one.wait()
-        preempted = asked[1].sequence
+        preempted = submitted[1].sequence
         assert preempted.num_preemptions > 0
         assert preempted.num_saved >= 6
         engine.wait_until_idle()
@@ -229,8 +229,8 @@ def test_cached_tokens_are_those_of_the_first_run_of_a_preempted_prompt(qwen2: C
     requests = [engine.begin(long[:33], 1), engine.begin([1], 130), engine.begin(long, 1)]
     engine.core.start()
     with engine:
-        for answering in requests:
-            answering.wait()
+        for submitted in requests:
+            submitted.wait()
         preempted = requests[-1].sequence
         assert preempted.num_preemptions > 0
         assert (preempted.own_cached_tokens, preempted.pool_cached_tokens) == (32, 0)

@@ -186,7 +186,7 @@ def test_there_are_at_most_as_many_logprobs_as_tokens() -> None:
 
 
 def test_each_sequence_has_its_own_penalty_for_its_own_tokens() -> None:
-    """As in transformers, a positive score is divided by the penalty, and a negative one is multiplied."""
+    """A positive score is divided by the penalty, and a negative one is multiplied, as in transformers."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.tensor([[2.0, 2.4, 1.7, 1.0, 0.0], [3.0, 3.2, 4.0, 4.4, 1.0]]).repeat_interleave(3, 0)
@@ -278,11 +278,11 @@ def test_only_a_draw_outside_the_best_candidates_sorts_the_vocabulary_and_waits_
     fetched: list[int] = []
     fetch = device_copies.fetch_numbers
 
-    def counting(numbers: torch.Tensor) -> list[float]:
+    def count_fetches(numbers: torch.Tensor) -> list[float]:
         fetched.append(len(numbers))
         return fetch(numbers)
 
-    monkeypatch.setattr(sampler, "fetch_numbers", counting)
+    monkeypatch.setattr(sampler, "fetch_numbers", count_fetches)
     logits = spread * torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0))
     sample(logits, [sequence_of(top_p=0.9, logprobs=2)], EOS)
     assert len(fetched) == waits

@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(config_of("qwen2", num_key_value_heads=4), tmp_path_factory.mktemp("four heads"))
 
 
-def checked(store: MemoryStore) -> CheckedBackend:
+def wrap_store(store: MemoryStore) -> CheckedBackend:
     """Return the store for an engine, which does not close it."""
     return CheckedBackend(FaultyStore(store))
 
@@ -48,7 +48,7 @@ class Written:
 
     def __init__(self, checkpoint: Path) -> None:
         store = MemoryStore(64 << 20)
-        with Engine(checkpoint, store=checked(store)) as engine:
+        with Engine(checkpoint, store=wrap_store(store)) as engine:
             self.answer = engine.answer(PROMPT).wait()
             self.own, self.family = engine.runner.namespace, engine.runner.family
         blocks = self.read(store, self.own)
@@ -87,18 +87,18 @@ def test_an_engine_loads_blocks_of_another_sharding_and_generates_the_same_token
     checkpoint: Path, written: Written, tp_size: int, block_size: int, cached: int
 ) -> None:
     store = written.store_as(tp_size, block_size)
-    with Engine(checkpoint, store=checked(store)) as engine:
-        answering = engine.answer(PROMPT)
-    assert answering.wait() == written.answer
-    assert (answering.sequence.pool_cached_tokens, answering.sequence.pool_use.reason) == (cached, Reason.HIT)
-    assert f"{cached // 16} of them from TP {tp_size}, blocks of {block_size}" in answering.sequence.pool_use.text
+    with Engine(checkpoint, store=wrap_store(store)) as engine:
+        submitted = engine.answer(PROMPT)
+    assert submitted.wait() == written.answer
+    assert (submitted.sequence.pool_cached_tokens, submitted.sequence.pool_use.reason) == (cached, Reason.HIT)
+    assert f"{cached // 16} of them from TP {tp_size}, blocks of {block_size}" in submitted.sequence.pool_use.text
 
 
 def test_an_engine_with_large_blocks_reads_small_ones(checkpoint: Path, written: Written) -> None:
-    with Engine(checkpoint, block_size=64, num_blocks=32, store=checked(written.store_as(2))) as engine:
-        answering = engine.answer(PROMPT)
-    assert answering.wait() == written.answer
-    assert answering.sequence.pool_cached_tokens == 128
+    with Engine(checkpoint, block_size=64, num_blocks=32, store=wrap_store(written.store_as(2))) as engine:
+        submitted = engine.answer(PROMPT)
+    assert submitted.wait() == written.answer
+    assert submitted.sequence.pool_cached_tokens == 128
 
 
 def test_ranks_load_blocks_of_fewer_ranks_and_an_engine_loads_their_blocks(checkpoint: Path, written: Written) -> None:
@@ -116,23 +116,23 @@ def test_ranks_load_blocks_of_fewer_ranks_and_an_engine_loads_their_blocks(check
         taken = BlockPool(CheckedBackend(ranks_store), own)
         assert all(taken.put_blocks(hashes, values))
         leave_marker(taken)
-    with Engine(checkpoint, store=checked(ranks_store)) as engine:
-        answering = engine.answer(PROMPT)
-    assert answering.wait() == written.answer
-    assert answering.sequence.pool_cached_tokens == LAST * 16
+    with Engine(checkpoint, store=wrap_store(ranks_store)) as engine:
+        submitted = engine.answer(PROMPT)
+    assert submitted.wait() == written.answer
+    assert submitted.sequence.pool_cached_tokens == LAST * 16
 
 
 def test_blocks_of_another_sharding_are_not_saved_again(checkpoint: Path, written: Written) -> None:
     store = written.store_as(2)
     longer = PROMPT + PROMPT[:40]
-    with Engine(checkpoint, store=checked(store)) as engine:
+    with Engine(checkpoint, store=wrap_store(store)) as engine:
         first = engine.answer(longer).wait()
         pool = BlockPool(CheckedBackend(store), engine.runner.namespace)
         hashes = extend_block_hashes([], longer, 16, root_hash())
         assert [bool(status) for status in pool.exists(hashes)] == [False] * LAST + [True] * (len(hashes) - LAST)
         assert engine.core._connector is not None  # these blocks must not count as lost
         assert set(engine.core._connector._saved.list_saved_blocks(99)) == set(hashes[LAST:])
-    with Engine(checkpoint, store=checked(store)) as engine:
+    with Engine(checkpoint, store=wrap_store(store)) as engine:
         again = engine.answer(longer)
         assert again.wait() == first
         assert again.sequence.pool_cached_tokens == (len(longer) - 1) // 16 * 16
@@ -144,15 +144,15 @@ def test_a_damaged_part_of_a_block_is_computed(checkpoint: Path, written: Writte
     key = replace(written.sharding(2), tp_rank=1).key(hashes[3])
     stored = store._values[key]
     store._values[key] = stored[:-1] + bytes([stored[-1] ^ 1])
-    with Engine(checkpoint, store=checked(store)) as engine:
-        answering = engine.answer(PROMPT)
-        assert answering.wait() == written.answer
-        assert answering.sequence.pool_cached_tokens == 3 * 16
+    with Engine(checkpoint, store=wrap_store(store)) as engine:
+        submitted = engine.answer(PROMPT)
+        assert submitted.wait() == written.answer
+        assert submitted.sequence.pool_cached_tokens == 3 * 16
 
 
 def test_blocks_of_another_model_with_the_same_shape_are_not_loaded(checkpoint: Path, written: Written) -> None:
     store, other = MemoryStore(64 << 20), replace(written.sharding(2), model="another")
     store_blocks(BlockPool(CheckedBackend(store), other), written.whole, PROMPT)
-    with Engine(checkpoint, store=checked(store)) as engine:
+    with Engine(checkpoint, store=wrap_store(store)) as engine:
         assert not store.exists([manifest_key(written.sharding(2).digest)])[0]
         assert engine.answer(PROMPT).sequence.pool_cached_tokens == 0

@@ -76,9 +76,9 @@ def test_only_instances_with_the_same_format_share_quantised_blocks(tiny_checkpo
     loaded = {}
     for name, form in (("writer", "int8"), ("reader", "int8"), ("plain", ""), ("fp8", "fp8")):
         with Engine(tiny_checkpoint, store=FaultyStore(store), kv=form) as engine:
-            answering = engine.answer(prompt, 4)
-            assert len(answering.wait()) == 4
-            loaded[name] = answering.sequence.pool_cached_tokens
+            submitted = engine.answer(prompt, 4)
+            assert len(submitted.wait()) == 4
+            loaded[name] = submitted.sequence.pool_cached_tokens
     assert loaded == {"writer": 0, "reader": 64, "plain": 0, "fp8": 0}
 
 
@@ -88,6 +88,6 @@ def test_an_instance_with_quantised_blocks_loads_no_plain_blocks_of_another_bloc
     with Engine(tiny_checkpoint, store=FaultyStore(store), block_size=32) as engine:
         expected = engine.answer(prompt, 4).wait()
     with Engine(tiny_checkpoint, store=FaultyStore(store), block_size=16, kv="int8") as engine:
-        answering = engine.answer(prompt, 4)
-        assert answering.wait() == expected
-        assert answering.sequence.pool_cached_tokens == 0
+        submitted = engine.answer(prompt, 4)
+        assert submitted.wait() == expected
+        assert submitted.sequence.pool_cached_tokens == 0

@@ -20,7 +20,7 @@ from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import Fault, FaultyStore
-from tests.engine.running import Answering, Engine
+from tests.engine.running import Engine, SubmittedRequest
 from tests.support.stored import count_keys
 from tests.support.waiting import wait_until
 
@@ -55,16 +55,16 @@ def store(filled_store: MemoryStore) -> Iterator[FaultyStore]:
     faulty.go_on()
 
 
-def check_answers(answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
-    for answering in answerings:
-        assert answering.wait() == answers[answering.sequence.num_prompt_tokens]
+def check_answers(all_submitted: Sequence[SubmittedRequest], answers: dict[int, list[int]]) -> None:
+    for submitted in all_submitted:
+        assert submitted.wait() == answers[submitted.sequence.num_prompt_tokens]
 
 
-def check_end(engine: Engine, answerings: Sequence[Answering], answers: dict[int, list[int]]) -> None:
-    check_answers(answerings, answers)
-    assert all(answering.saved.wait(30) for answering in answerings)
+def check_end(engine: Engine, all_submitted: Sequence[SubmittedRequest], answers: dict[int, list[int]]) -> None:
+    check_answers(all_submitted, answers)
+    assert all(submitted.saved.wait(30) for submitted in all_submitted)
     engine.wait_until_idle()
-    assert [answering.times_saved for answering in answerings] == [1] * len(answerings)
+    assert [submitted.times_saved for submitted in all_submitted] == [1] * len(all_submitted)
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def test_a_late_staged_read_holds_no_block_and_changes_no_response(
     deadlines = Deadlines(lookup_seconds=10, transfer_seconds=0.2)
     with Engine(tiny_checkpoint, store=GuardedBackend(lambda: store, deadlines), num_blocks=20) as engine:
         store.hang_loads()
-        answering = engine.answer(LONG, MAX_TOKENS)
-        assert answering.wait() == answers[len(LONG)]
+        submitted = engine.answer(LONG, MAX_TOKENS)
+        assert submitted.wait() == answers[len(LONG)]
         assert store.hanging.is_set()
         engine.wait_until_idle()
         store.go_on()
@@ -113,9 +113,9 @@ def test_only_blocks_that_arrived_count_as_cached(
 ) -> None:
     store.fault = Fault.FAILS_AFTER_FIRST_BLOCK
     with Engine(tiny_checkpoint, store=store) as engine:
-        answering = engine.answer(LONG, MAX_TOKENS)
-        assert answering.sequence.pool_cached_tokens == 16
-        assert answering.wait() == answers[len(LONG)]
+        submitted = engine.answer(LONG, MAX_TOKENS)
+        assert submitted.sequence.pool_cached_tokens == 16
+        assert submitted.wait() == answers[len(LONG)]
 
 
 def test_a_pool_that_recovers_is_used_again(
@@ -212,13 +212,13 @@ def test_a_save_that_hangs_delays_no_response(
     fresh = FaultyStore(MemoryStore(64 << 20))
     fresh.hang_saves()
     with Engine(tiny_checkpoint, store=fresh, num_blocks=20) as engine:
-        answerings = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
-        check_answers(answerings, answers)
+        all_submitted = [engine.begin(prompt, MAX_TOKENS) for prompt in PROMPTS]
+        check_answers(all_submitted, answers)
         assert fresh.hanging.is_set()
         assert engine.blocks.num_available < 20
         assert engine.metric("kvstore_unsaved_blocks_total") > 0  # they were dropped and not queued
         fresh.go_on()
-        check_end(engine, answerings, answers)
+        check_end(engine, all_submitted, answers)
 
 
 def test_at_most_a_quarter_of_the_blocks_waits_for_saves_that_hang(tiny_checkpoint: Path) -> None:
@@ -239,12 +239,12 @@ def test_on_saved_is_called_after_the_last_output_and_after_the_save(tiny_checkp
     fresh = FaultyStore(MemoryStore(64 << 20))
     fresh.hang_saves()
     with Engine(tiny_checkpoint, store=fresh) as engine:
-        answering = engine.begin(LONG)
-        answering.wait()
+        submitted = engine.begin(LONG)
+        submitted.wait()
         assert fresh.hanging.wait(30)
-        assert not answering.saved.is_set()
+        assert not submitted.saved.is_set()
         fresh.go_on()
-        assert answering.saved.wait(30)
+        assert submitted.saved.wait(30)
         assert count_keys(fresh) == 6
 
 
@@ -288,9 +288,9 @@ def test_a_late_read_that_writes_garbage_changes_no_response(
         store.fault = Fault.FAILS_AFTER_FIRST_BLOCK
         store.hang_loads()
         # The response comes while the read hangs. It uses other blocks than the read, which may still write.
-        answering = engine.answer(LONG, MAX_TOKENS)
-        assert answering.wait() == answers[len(LONG)]
-        assert (answering.sequence.own_cached_tokens, answering.sequence.pool_cached_tokens) == (0, 0)
+        submitted = engine.answer(LONG, MAX_TOKENS)
+        assert submitted.wait() == answers[len(LONG)]
+        assert (submitted.sequence.own_cached_tokens, submitted.sequence.pool_cached_tokens) == (0, 0)
         assert store.hanging.is_set()
         num_held = 6 if engine.late_calls_hold_blocks else 0
         wait_until(lambda: engine.blocks.num_available == 20 - num_held, f"all blocks but {num_held}")
@@ -324,9 +324,9 @@ def test_a_late_save_holds_its_blocks_until_it_ends(tiny_checkpoint: Path, answe
     guarded = GuardedBackend(lambda: store, Deadlines(lookup_seconds=10, transfer_seconds=0.2))
     with Engine(tiny_checkpoint, store=guarded, num_blocks=20) as engine:
         store.hang_saves()
-        answering = engine.answer(LONG, MAX_TOKENS)
-        assert answering.wait() == answers[len(LONG)]
-        assert answering.saved.wait(30)  # the save counts as ended, although it failed
+        submitted = engine.answer(LONG, MAX_TOKENS)
+        assert submitted.wait() == answers[len(LONG)]
+        assert submitted.saved.wait(30)  # the save counts as ended, although it failed
         if engine.late_calls_hold_blocks:
             assert engine.blocks.num_available < 20
         else:

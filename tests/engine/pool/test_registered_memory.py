@@ -40,9 +40,9 @@ def test_blocks_are_saved_from_and_loaded_into_registered_memory(
     strict = StrictStore(MemoryStore(64 << 20))
     for is_second in (False, True):
         with Engine(tiny_checkpoint, store=NeverClosed(CheckedBackend(strict))) as engine:
-            answering = engine.answer(PROMPT, 1)
-            assert answering.saved.wait(30)
-            assert (answering.sequence.pool_cached_tokens > 0) is is_second
+            submitted = engine.answer(PROMPT, 1)
+            assert submitted.saved.wait(30)
+            assert (submitted.sequence.pool_cached_tokens > 0) is is_second
     assert not strict.registered.complaints
 
 

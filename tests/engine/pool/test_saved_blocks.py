@@ -68,9 +68,9 @@ def test_a_pool_that_lost_all_blocks_gets_them_again_and_others_load_them(
     engine.wait_until_idle()
     with Engine(tiny_checkpoint, store=store) as other:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
-            asked = other.answer(prompt, 12)
-            assert asked.wait() == answer
-            assert asked.sequence.pool_cached_tokens == 96
+            submitted = other.answer(prompt, 12)
+            assert submitted.wait() == answer
+            assert submitted.sequence.pool_cached_tokens == 96
 
 
 def test_requests_continue_while_a_refill_hangs(engine: Engine, store: FaultyStore, memory: MemoryStore) -> None:

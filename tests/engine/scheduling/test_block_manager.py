@@ -137,7 +137,7 @@ def test_a_refused_allocation_changes_nothing() -> None:
     assert len(blocks.allocate_blocks(2)) == 2
 
 
-def test_the_tail_of_a_sequence_is_reused_before_its_beginning() -> None:
+def test_the_end_of_a_sequence_is_reused_before_its_beginning() -> None:
     blocks = BlockManager(3)
     table = blocks.allocate_blocks(3)
     for block, block_hash in zip(table, HASHES, strict=False):

@@ -121,7 +121,7 @@ def test_there_are_events_for_unpublished_blocks_and_for_a_clear() -> None:
     assert cache.flush() == []
 
 
-def test_a_client_that_applies_an_engines_events_has_the_hashes_of_its_cache(tiny_checkpoint: Path) -> None:
+def test_a_client_that_applies_the_events_of_an_engine_has_the_hashes_of_its_cache(tiny_checkpoint: Path) -> None:
     steps: list[list[Event]] = []
     with Engine(tiny_checkpoint, num_blocks=12, events=CacheEvents(steps.append)) as engine:
         for begin in (0, 40, 0, 80, 120):  # more prompts than the cache can hold

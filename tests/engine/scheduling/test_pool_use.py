@@ -13,14 +13,14 @@ from kvstore_backend import PoolUnavailable, StorageBackend
 from kvstore_backend.stores.memory import MemoryStore
 from tests.engine.checkpoints import VOCAB_SIZE
 from tests.engine.faulty_store import Fault, FaultyStore
-from tests.engine.running import Answering, Engine
+from tests.engine.running import Engine, SubmittedRequest
 
 PROMPT = random.Random(1).choices(range(VOCAB_SIZE), k=65)
 OTHER = random.Random(2).choices(range(VOCAB_SIZE), k=65)
 
 
-def get_pool_use(answering: Answering) -> tuple[Reason, str]:
-    return answering.sequence.pool_use.reason, answering.sequence.pool_use.text
+def get_pool_use(submitted: SubmittedRequest) -> tuple[Reason, str]:
+    return submitted.sequence.pool_use.reason, submitted.sequence.pool_use.text
 
 
 def count_reasons(engine: Engine) -> dict[str, float]:
@@ -122,18 +122,18 @@ def test_there_is_no_pool(tiny_checkpoint: Path) -> None:
 
 def test_a_request_ends_during_its_load(engine: Engine, store: FaultyStore) -> None:
     store.hang_loads()
-    answering = engine.begin(PROMPT, 1)
+    submitted = engine.begin(PROMPT, 1)
     assert store.hanging.wait(30)
-    engine.core.abort_sequence(answering.sequence)
-    answering.wait()
+    engine.core.abort_sequence(submitted.sequence)
+    submitted.wait()
     assert count_reasons(engine) == {"ended": 1}
     store.go_on()
 
 
 def test_the_pool_has_a_part_of_the_prompt(engine: Engine) -> None:
-    answering = engine.answer(PROMPT[:48] + OTHER, 1)
+    submitted = engine.answer(PROMPT[:48] + OTHER, 1)
     text = "the pool had 3 of 7 blocks, of which 3 arrived; it lacks block 3, which is new or was evicted"
-    assert get_pool_use(answering) == (Reason.HIT, text)
+    assert get_pool_use(submitted) == (Reason.HIT, text)
 
 
 def test_an_instance_computes_blocks_of_a_slow_pool_until_the_pool_is_fast_again(tiny_checkpoint: Path) -> None:
@@ -144,11 +144,11 @@ def test_an_instance_computes_blocks_of_a_slow_pool_until_the_pool_is_fast_again
     with Engine(tiny_checkpoint, store=store) as engine:
         engine.answer([1] * 15)  # some steps, from which the engine learns the speed of computing
         store.load_seconds = 0.25
-        asked = [engine.answer(prompt) for prompt in prompts[:5]]
+        submitted = [engine.answer(prompt) for prompt in prompts[:5]]
         store.load_seconds = 0.0
-        asked += [engine.answer(prompt) for prompt in prompts[5:]]
-    assert [one.wait() for one in asked] == answers
-    loaded = [one.sequence.pool_cached_tokens for one in asked]
+        submitted += [engine.answer(prompt) for prompt in prompts[5:]]
+    assert [one.wait() for one in submitted] == answers
+    loaded = [one.sequence.pool_cached_tokens for one in submitted]
     assert loaded == [32] * 4 + [0] * 15 + [32] * 3
     assert engine.metric("kvstore_load_or_compute_total", decision="load") == 7
     assert engine.metric("kvstore_load_or_compute_total", decision="compute") == 15

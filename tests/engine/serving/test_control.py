@@ -221,9 +221,9 @@ class Result:
     """Runs a prompt. It has the tokens of the response, and the cached tokens by their sources."""
 
     def __init__(self, running: Running, prompt: list[int]) -> None:
-        answering = running.engine.answer(prompt, 8)
-        self.tokens = answering.wait()
-        self.own, self.pool = answering.sequence.own_cached_tokens, answering.sequence.pool_cached_tokens
+        submitted = running.engine.answer(prompt, 8)
+        self.tokens = submitted.wait()
+        self.own, self.pool = submitted.sequence.own_cached_tokens, submitted.sequence.pool_cached_tokens
 
 
 PROMPT = [7, 8, 9, 10] * 12

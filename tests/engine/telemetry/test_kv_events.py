@@ -63,7 +63,7 @@ def test_batches_arrive_in_order_with_successive_numbers(publish_at: Any) -> Non
         assert received == [[number] for number in range(100)]
 
 
-def test_lost_batches_are_replayed_from_a_number_on(publish_at: Any) -> None:
+def test_lost_batches_are_replayed_from_a_given_number(publish_at: Any) -> None:
     publisher, endpoints = publish_at(buffer_steps=3)
     with subscribe(endpoints) as subscriber:
         for number in range(5):

@@ -117,7 +117,7 @@ def test_metrics_have_the_current_batch_size_and_blocks(engine: Engine) -> None:
 
 def test_metrics_count_waiting_preempted_requests_and_all_preemptions(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, num_blocks=9, start=False) as engine:
-        asked = engine.begin_at_once([[each, *PROMPT] for each in range(2)], 40)
+        submitted = engine.begin_at_once([[each, *PROMPT] for each in range(2)], 40)
         seen = []
         preempt = engine.scheduler._wait_anew
 
@@ -127,7 +127,7 @@ def test_metrics_count_waiting_preempted_requests_and_all_preemptions(tiny_check
 
         engine.scheduler._wait_anew = record_preemption  # type: ignore[method-assign]
         engine.core.start()
-        for one in asked:
+        for one in submitted:
             one.wait()
         assert seen
         assert seen[0] == 1

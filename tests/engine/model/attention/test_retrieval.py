@@ -22,7 +22,7 @@ from engine.scheduling.retrieval_config import Regime, RetrievalConfig
 from engine.scheduling.scheduler import Reservation
 from kvstore_backend import BlockPool, ConfigError, Span, Status
 from kvstore_backend.stores.memory import MemoryStore
-from tests.engine.running import Answering, Engine
+from tests.engine.running import Engine, SubmittedRequest
 from tests.support.stored import count_keys
 from tests.support.waiting import wait_until
 
@@ -43,18 +43,18 @@ OFFLOADED = {"offload_boundary": 0}
 
 def ask(
     folder: Path, retrieval: RetrievalConfig | None, prompts: Sequence[list[int]], **engine: Any
-) -> list[Answering]:
+) -> list[SubmittedRequest]:
     """Submit all prompts together; return when all have ended."""
     with Engine(folder, num_blocks=100, retrieval=retrieval, **engine) as running:
         answers = [running.begin(prompt, MAX_TOKENS, logprobs=0) for prompt in prompts]
-        for answering in answers:
-            answering.wait()
+        for submitted in answers:
+            submitted.wait()
         running.wait_until_idle()
     return answers
 
 
-def tokens_of(answers: Sequence[Answering]) -> list[list[int]]:
-    return [answering.wait() for answering in answers]
+def tokens_of(answers: Sequence[SubmittedRequest]) -> list[list[int]]:
+    return [submitted.wait() for submitted in answers]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_sparse_attention_to_every_block_generates_the_dense_tokens(
     tiny_checkpoint: Path, dense: list[list[int]], regime: dict[str, int], stride: int
 ) -> None:
     answers = ask(tiny_checkpoint, config(topk_percent=1.0, stride=stride, **regime), PROMPTS)
-    assert all(answering.sequence.blocks_read > 0 for answering in answers), "no block was searched"
+    assert all(submitted.sequence.blocks_read > 0 for submitted in answers), "no block was searched"
     assert tokens_of(answers) == dense
 
 
@@ -86,12 +86,12 @@ def test_dense_layers_read_every_block(tiny_checkpoint: Path, dense: list[list[i
 def test_prompts_below_the_dense_boundary_are_dense(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=301), PROMPTS)
     assert tokens_of(answers) == dense
-    assert [answering.sequence.blocks_passed for answering in answers] == [0] * len(PROMPTS)
+    assert [submitted.sequence.blocks_passed for submitted in answers] == [0] * len(PROMPTS)
 
 
 def test_the_length_of_a_prompt_selects_its_regime(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     answers = ask(tiny_checkpoint, config(topk_percent=0.1, dense_boundary=128, offload_boundary=200), PROMPTS)
-    regimes = [answering.sequence.regime for answering in answers]
+    regimes = [submitted.sequence.regime for submitted in answers]
     assert regimes == [Regime.SPARSE, Regime.DENSE, Regime.OFFLOADED, Regime.SPARSE]
     assert tokens_of(answers)[1] == dense[1]
 
@@ -101,9 +101,9 @@ def test_a_resumed_response_has_the_regime_of_its_prompt(tiny_checkpoint: Path, 
     request = Request("r", (*prompt, *begun), SamplingParams(len(rest), temperature=0.0), num_begun=len(begun))
     retrieval = config(topk_percent=0.1, dense_boundary=len(prompt) + 1)
     with Engine(tiny_checkpoint, num_blocks=100, retrieval=retrieval) as running:
-        answering = Answering(EngineSequence(request, BLOCK))
-        running.core.submit(answering.sequence, answering.listener)
-        assert answering.wait() == rest
+        submitted = SubmittedRequest(EngineSequence(request, BLOCK))
+        running.core.submit(submitted.sequence, submitted.listener)
+        assert submitted.wait() == rest
 
 
 @pytest.mark.parametrize("regime", [{}, OFFLOADED], ids=["sparse", "offloaded"])
@@ -127,7 +127,7 @@ def test_the_code_for_gpus_with_every_block_generates_the_dense_tokens(
 ) -> None:
     """One step contains offloaded sequences and others."""
     answers = ask(tiny_checkpoint, config(topk_percent=1.0, offload_boundary=150), PROMPTS)
-    assert {answering.sequence.regime for answering in answers} == {Regime.SPARSE, Regime.OFFLOADED}
+    assert {submitted.sequence.regime for submitted in answers} == {Regime.SPARSE, Regime.OFFLOADED}
     assert tokens_of(answers) == dense
 
 
@@ -176,7 +176,7 @@ def test_every_step_and_layer_reads_exactly_its_budget(
 
     monkeypatch.setattr(PageReader, "attend_in_pieces", count_in_pieces)
     monkeypatch.setattr(PageReader, "attend_at_once", count_at_once)
-    [answering] = ask(tiny_checkpoint, config(topk_percent=0.25), PROMPTS[:1])
+    [submitted] = ask(tiny_checkpoint, config(topk_percent=0.25), PROMPTS[:1])
     expected = []
     for context in range(len(PROMPTS[0]) + 1, len(PROMPTS[0]) + MAX_TOKENS):
         blocks = -(-context // BLOCK)
@@ -184,19 +184,19 @@ def test_every_step_and_layer_reads_exactly_its_budget(
         cut = int((context - 40) % BLOCK > 0)
         expected += [blocks - outside + max(1, (outside + cut) // 4 - cut)] * LAYERS
     assert read == expected
-    assert answering.sequence.blocks_read == sum(expected)
-    assert answering.sequence.blocks_read < 0.7 * answering.sequence.blocks_passed
-    assert tokens_of([answering]) != dense[:1], "the sparse path was not taken"
+    assert submitted.sequence.blocks_read == sum(expected)
+    assert submitted.sequence.blocks_read < 0.7 * submitted.sequence.blocks_passed
+    assert tokens_of([submitted]) != dense[:1], "the sparse path was not taken"
 
 
 def test_other_sequences_can_use_the_blocks_of_an_offloaded_sequence(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, num_blocks=40, retrieval=config(**OFFLOADED)) as engine:
-        answering = engine.begin(PROMPTS[2], 200)
-        wait_until(lambda: answering.sequence.num_output_tokens > 1, "the first tokens")
+        submitted = engine.begin(PROMPTS[2], 200)
+        wait_until(lambda: submitted.sequence.num_output_tokens > 1, "the first tokens")
         assert engine.blocks.num_blocks - engine.blocks.num_available <= 2
         engine.answer(PROMPTS[0], 8)  # it would not fit if the offloaded sequence still had its blocks
-        answering.wait()
-        assert answering.sequence.num_preemptions == 0
+        submitted.wait()
+        assert submitted.sequence.num_preemptions == 0
         engine.wait_until_idle()
 
 
@@ -211,14 +211,14 @@ def test_without_host_memory_sequences_are_not_offloaded_and_responses_are_the_s
 
     monkeypatch.setattr("engine.model.attention.retrieval.allocate_host_memory", refuse)
     here = ask(tiny_checkpoint, settings, PROMPTS)
-    assert {answering.sequence.regime for answering in here} == {Regime.SPARSE}
+    assert {submitted.sequence.regime for submitted in here} == {Regime.SPARSE}
     assert tokens_of(here) == offloaded
 
 
 def test_a_preempted_sequence_continues_with_the_same_tokens(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     with Engine(tiny_checkpoint, num_blocks=22, retrieval=config(topk_percent=1.0)) as engine:
         begun = engine.begin_at_once([PROMPTS[i] for i in (0, 3)], MAX_TOKENS)
-        assert [answering.wait() for answering in begun] == [dense[0], dense[3]]
+        assert [submitted.wait() for submitted in begun] == [dense[0], dense[3]]
         engine.wait_until_idle()
         assert engine.metric("kvstore_preemptions_total") > 0
 
@@ -279,18 +279,18 @@ def test_only_exact_kv_is_in_the_pool_with_output_caching(
     options: Any = {"retrieval": settings, "store": store, "save_outputs": True, "max_model_len": 360}
     with Engine(tiny_checkpoint, num_blocks=num_blocks, **options) as engine:
         begun = engine.begin_at_once(prompts, MAX_TOKENS)
-        for answering in begun:
-            answering.wait()
-            assert answering.saved.wait(60)
+        for submitted in begun:
+            submitted.wait()
+            assert submitted.saved.wait(60)
         assert (engine.metric("kvstore_preemptions_total") > 0) == (num_blocks == 22)
-        for answering in begun:
-            sequence, blocks = answering.sequence, read_pool(store, engine, answering.sequence)
+        for submitted in begun:
+            sequence, blocks = submitted.sequence, read_pool(store, engine, submitted.sequence)
             is_dense = sequence.regime is Regime.DENSE
             exact_tokens = sequence.num_computed if is_dense else sequence.num_prompt_tokens
             assert blocks.keys() <= set(range(exact_tokens // BLOCK))
             check_that_all_is_exact(tiny_checkpoint, blocks, sequence)
     messages = [message for message in caplog.messages if "generated tokens are not saved to the pool" in message]
-    sparse = [answering for answering in begun if answering.sequence.regime is not Regime.DENSE]
+    sparse = [submitted for submitted in begun if submitted.sequence.regime is not Regime.DENSE]
     assert len(messages) == len(sparse), "once for each sequence with sparse decode steps"
 
 
@@ -331,11 +331,11 @@ def test_a_decode_instance_generates_the_same_tokens_as_a_mixed_one(tiny_checkpo
         reservation = reservations.get(timeout=30)
         assert reservation is not None
         decode.runner.kv[reservation.blocks] = torch.stack([computed[i] for i in range(len(computed))])
-        asked = Request("decode", tuple(prompt), SamplingParams(MAX_TOKENS, temperature=0.0))
-        answering = Answering(EngineSequence(asked, BLOCK))
-        decode.core.submit(answering.sequence, answering.listener, Prefilled(reservation, token, None))
-        assert answering.wait() == whole
-        assert 0 < answering.sequence.blocks_read < answering.sequence.blocks_passed
+        decode_request = Request("decode", tuple(prompt), SamplingParams(MAX_TOKENS, temperature=0.0))
+        submitted = SubmittedRequest(EngineSequence(decode_request, BLOCK))
+        decode.core.submit(submitted.sequence, submitted.listener, Prefilled(reservation, token, None))
+        assert submitted.wait() == whole
+        assert 0 < submitted.sequence.blocks_read < submitted.sequence.blocks_passed
         decode.wait_until_idle()
 
 
