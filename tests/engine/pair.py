@@ -96,7 +96,7 @@ class Side:
         self._bytes_before = engine.metric("kvstore_handed_over_bytes_total")
 
     def handed_over(self, way: str) -> float:
-        """Return the number of this test's requests whose prompts came this way."""
+        """Return the number of this test's requests that got their KV this way."""
         return self._handed_over(way) - self._before[way]
 
     def _handed_over(self, way: str) -> float:
