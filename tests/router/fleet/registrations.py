@@ -1,4 +1,4 @@
-"""A registration as FastDeploy's instances send it."""
+"""A registration with the fields of FastDeploy's instances."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ _FIELDS: dict[str, Any] = {
 
 
 def registration(**changes: Any) -> Registration:
-    """With these fields instead."""
+    """Return the registration with these changes."""
     return Registration.from_fields({**_FIELDS, **changes})

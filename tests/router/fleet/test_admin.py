@@ -1,4 +1,4 @@
-"""The operator's orders about instances, over HTTP. Instances are stand-ins."""
+"""The operator's orders about instances over HTTP. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.router.stand_in import Behaviour, Received, Responder, StandIn, answe
 
 
 def order(router: RouterUnderTest, name: str, instance: StandIn, **members: object) -> dict[str, object]:
-    """The answer to an order about ``instance``."""
+    """Send an order about ``instance``, and return the answer."""
     response = router.client.post(f"/admin/{name}", json={"instance": instance.key, **members})
     assert response.status_code == 200, response.text
     answer: dict[str, object] = response.json()
     return answer
 
 
-def test_a_paused_instance_ends_what_it_runs_and_gets_nothing_new(
+def test_a_paused_instance_ends_its_requests_and_gets_no_new_ones(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     paused = stand_in("mixed", streams_until(go_on := threading.Event()))
@@ -32,14 +32,14 @@ def test_a_paused_instance_ends_what_it_runs_and_gets_nothing_new(
         assert order(router, "pause", paused) == {
             "instance": paused.key, "state": "paused", "running_requests": 1
         }  # fmt: skip
-        assert paused.register(router.url).status_code == 200  # a heartbeat undoes nothing
+        assert paused.register(router.url).status_code == 200  # a heartbeat does not undo the pause
         assert router.chat().status_code == 503
         go_on.set()
         assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("name", ["pause", "drain"])
-def test_resume_takes_a_pause_and_a_drain_back(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
+def test_resume_ends_a_pause_or_a_drain(make_router: MakeRouter, stand_in: MakeStandIn, name: str) -> None:
     instance = stand_in()
     router = make_router(instance)
     order(router, name, instance)
@@ -53,7 +53,7 @@ def test_a_hooks_drain_does_not_shorten_an_operators(make_router: MakeRouter, st
     router = make_router()
     assert instance.register(router.url, start_id="1").status_code == 200
     order(router, "drain", instance)
-    # As the instance's preStop hook sends it.
+    # The preStop hook of the instance sends this.
     assert order(router, "drain", instance, until_restart=True)["until_restart"] is False
     assert instance.register(router.url, start_id="2").status_code == 200
     assert router.chat().status_code == 503
@@ -70,17 +70,17 @@ def test_a_drains_members_are_true_or_false(make_router: MakeRouter, stand_in: M
     assert answer.json()["error"]["message"] == f"{member} is 1; it must be true or false"
 
 
-def test_a_drains_progress_is_told_without_an_order(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_get_request_shows_a_drains_progress(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     for draining, state in ((False, "healthy"), (True, "draining")):
-        told = router.client.get("/admin/drain", params={"instance": instance.key}).json()
-        assert told == {"instance": instance.key, "state": state, "running_requests": 0, "draining": draining}
+        progress = router.client.get("/admin/drain", params={"instance": instance.key}).json()
+        assert progress == {"instance": instance.key, "state": state, "running_requests": 0, "draining": draining}
         order(router, "drain", instance)
     assert router.client.get("/admin/drain", params={"instance": "h:1"}).status_code == 404
 
 
-def test_an_instance_gets_its_part_of_the_requests(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_instance_without_weight_gets_no_requests(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     none, whole = stand_in(), stand_in()
     router = make_router(none, whole, policy="round_robin")
     assert order(router, "weight", none, weight=0) == {
@@ -93,9 +93,7 @@ def test_an_instance_gets_its_part_of_the_requests(make_router: MakeRouter, stan
     assert weights == {str(none.port): 0.0, str(whole.port): 1.0}
 
 
-def test_an_instance_without_weight_serves_where_there_is_no_other(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_an_instance_without_weight_serves_if_there_is_no_other(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     order(router, "weight", instance, weight=0)
@@ -111,7 +109,7 @@ def test_an_instance_without_weight_serves_where_there_is_no_other(
         (b'{"instance": "a:1", "weight": 1}', 404, "no instance 'a:1' is registered; known are: none"),
     ],
 )
-def test_a_mistake_in_an_order_is_one_sentence(
+def test_the_error_for_a_wrong_order_is_one_sentence(
     make_router: MakeRouter, name: str, body: bytes, status: int, message: str
 ) -> None:
     answer = make_router().client.post(f"/admin/{name}", content=body)
@@ -129,7 +127,7 @@ def test_a_weight_is_a_number_from_0_to_1(make_router: MakeRouter, stand_in: Mak
 
 
 @pytest.mark.parametrize("path", [*ORDERS, "/admin/clear_prefix_cache"])
-def test_orders_take_the_admin_token(make_router: MakeRouter, tmp_path: Path, path: str) -> None:
+def test_orders_require_the_admin_token(make_router: MakeRouter, tmp_path: Path, path: str) -> None:
     (tmp_path / "token").write_text("secret\n")
     router = make_router(admin_token_file=str(tmp_path / "token"))
     assert router.client.post(path, json={"instance": "a:1", "weight": 1}).status_code == 401
@@ -140,7 +138,7 @@ def test_orders_take_the_admin_token(make_router: MakeRouter, tmp_path: Path, pa
 
 
 def clears_at(*paths: str) -> Behaviour:
-    """Clear the prefix cache at these paths, and know no other."""
+    """Answer these paths with success, and others with 404."""
 
     async def behave(request: Received, respond: Responder) -> None:
         if request.target in paths:
@@ -151,7 +149,7 @@ def clears_at(*paths: str) -> Behaviour:
     return behave
 
 
-def test_all_prefix_caches_are_cleared_and_each_instance_says_how_it_went(
+def test_all_prefix_caches_are_cleared_and_the_answer_has_each_instances_result(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     ours, vllm = (
@@ -177,7 +175,7 @@ def test_all_prefix_caches_are_cleared_and_each_instance_says_how_it_went(
     assert "Connection refused" in outcomes[dead.key]
 
 
-def test_the_router_expects_no_hit_where_a_cache_was_cleared(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_router_expects_no_hits_in_a_cleared_cache(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     async def behave(request: Received, respond: Responder) -> None:
         await respond.answer(200, b"{}" if request.target == "/clear_prefix_cache" else chat_answer())
 

@@ -1,4 +1,4 @@
-"""A clock that stands still while this process does not run."""
+"""A clock that stops while this process does not run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-def test_it_goes_as_the_other_clock_does_while_it_ticks() -> None:
+def test_it_equals_the_other_clock_while_it_ticks() -> None:
     clock = Clock()
     awake = AwakeClock(clock)
     for _ in range(100):
@@ -30,7 +30,7 @@ def test_it_goes_as_the_other_clock_does_while_it_ticks() -> None:
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
-def test_it_stands_still_while_it_does_not_tick_even_before_the_late_tick(is_noticed: bool) -> None:
+def test_it_stops_while_it_does_not_tick_also_before_the_late_tick(is_noticed: bool) -> None:
     clock = Clock()
     awake = AwakeClock(clock)
     clock.now += 8.0 + MAX_STEP_SECONDS
@@ -41,7 +41,7 @@ def test_it_stands_still_while_it_does_not_tick_even_before_the_late_tick(is_not
 
 
 @given(st.lists(st.floats(0, 10), max_size=30))
-def test_it_never_goes_back_and_never_faster_than_the_other(steps: list[float]) -> None:
+def test_it_never_goes_back_and_is_never_faster_than_the_other_clock(steps: list[float]) -> None:
     clock = Clock()
     awake = AwakeClock(clock)
     before, lost = awake.now(), awake.lost
@@ -53,7 +53,7 @@ def test_it_never_goes_back_and_never_faster_than_the_other(steps: list[float]) 
         before, lost = awake.now(), awake.lost
 
 
-def test_a_loop_that_is_held_up_is_noticed() -> None:
+def test_a_blocked_loop_is_detected() -> None:
     async def run() -> None:
         awake = AwakeClock()
         ticking = asyncio.ensure_future(awake.keep_ticking())

@@ -1,4 +1,4 @@
-"""Questions of other schedulers for cached blocks: the examples of RFC 1403 of Mooncake and of Dynamo.
+"""Queries of other schedulers for cached blocks: the examples of Mooncake's conductor and RFC 1403, and of Dynamo.
 
 **Conductor**: Mooncake, branch ``dev/conductor``, ``docs/source/design/conductor/indexer-api-design.md`` and
 ``mooncake-conductor/example/cache_aware_disagg_proxy.py`` (August 2026). **RFC**: Mooncake, issue 1403 and
@@ -51,7 +51,7 @@ def stored(tokens: Sequence[int], hashes: Sequence[int], parent: int | None = No
 
 
 def register(router: RouterUnderTest, publisher: EventPublisher, **changes: Any) -> httpx.Response:
-    """Register as Dynamo's documentation does."""
+    """Register as in Dynamo's documentation."""
     fields = {"instance_id": 1, "model_name": MODEL, "block_size": SIZE, **publisher.fields, **changes}
     return router.client.post("/register", json=fields)
 
@@ -71,7 +71,7 @@ def publishers_of(router: RouterUnderTest) -> dict[str, Publisher]:
 def wait_for_match(
     router: RouterUnderTest, publisher: EventPublisher, tokens: int, instance: str = "1", **question: Any
 ) -> dict[str, Any]:
-    """Wait until an instance is said to have so many tokens of this question's prompt; return its entry."""
+    """Wait until the index has this number of the prompt's tokens for an instance, and return its entry."""
     found: dict[str, Any] = {}
 
     def is_known() -> bool:
@@ -84,7 +84,7 @@ def wait_for_match(
 
 
 def pack(router: RouterUnderTest, path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Ask as the conductor's example proxy does."""
+    """Send a request in the form of the conductor's example proxy, and return the answer."""
     content = msgpack.packb(fields, use_bin_type=True)
     response = router.client.post(path, content=content, headers={"Content-Type": "application/msgpack"})
     assert (response.status_code, response.headers["content-type"]) == (200, "application/msgpack"), response.text
@@ -93,7 +93,7 @@ def pack(router: RouterUnderTest, path: str, fields: dict[str, Any]) -> dict[str
 
 
 def entry(tokens: int, rank: str = "0") -> dict[str, Any]:
-    """The conductor's result for an instance with one rank that has all in its own cache."""
+    """Return the conductor's result for an instance with one rank and all tokens in its own cache."""
     matches = {rank: {"gpu": tokens, "cpu": tokens, "disk": tokens}}
     counts = dict.fromkeys(("longest_matched", "gpu", "cpu", "disk"), tokens)
     return {**counts, "dp": {rank: tokens}, "rank_matches": matches}
@@ -123,12 +123,12 @@ class TestConductor:
         packed = struct.pack(f"<{len(tokens)}i", *tokens)
         return pack(router, "/query", {"model": "test-model", "block_size": SIZE, "token_ids": packed})
 
-    def test_its_example_answers_as_in_its_documentation(
+    def test_its_example_gets_the_answer_of_its_documentation(
         self, router: RouterUnderTest, publisher: EventPublisher
     ) -> None:
         registration = {**self.registration, **publisher.fields}
-        told = {"status": "registered successfully", "instance_id": "engine-a"}
-        assert [pack(router, "/register", registration) for _ in range(2)] == [told, told]
+        registered = {"status": "registered successfully", "instance_id": "engine-a"}
+        assert [pack(router, "/register", registration) for _ in range(2)] == [registered, registered]
         tokens = range(48)
         wait_until(
             lambda: self.ask_for(router, publisher, tokens)["instances"] == {"engine-a": entry(0)}, "the empty cache"
@@ -171,7 +171,7 @@ class TestConductor:
             ({"cache_salt": None, "lora_name": "", "tenant_id": ""}, True),
         ],
     )
-    def test_a_question_is_about_one_tenant_model_and_block_size(
+    def test_a_query_is_for_one_tenant_model_and_block_size(
         self, router: RouterUnderTest, publisher: EventPublisher, changes: dict[str, Any], answers: bool
     ) -> None:
         pack(router, "/register", {**self.registration, **publisher.fields})
@@ -219,7 +219,7 @@ class TestRfc:
         ):
             assert ask(router, path, **{**question, **asked, "cache_salt": "fp16"})["instances"] == {}
 
-    def test_hashes_as_it_recommends_them_are_found(self, router: RouterUnderTest, publisher: EventPublisher) -> None:
+    def test_hashes_that_it_recommends_are_found(self, router: RouterUnderTest, publisher: EventPublisher) -> None:
         """``seq_hash[i] = XXH3(seq_hash[i-1]_le || local_block_hash[i]_le, S)``; S is Dynamo's 1337."""
         register(router, publisher)
         publisher.publish(stored(range(48), [5, 6, 7]))
@@ -239,14 +239,14 @@ class TestDynamo:
         tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
         assert wait_for_match(router, publisher, 16, token_ids=tokens) == entry(16)
         content = xxhash.xxh3_64_intdigest(struct.pack("<16I", *tokens), 1337)
-        signed = content - 2**64 if content >> 63 else content  # a list of i64
+        signed = content - 2**64 if content >> 63 else content  # Dynamo has a list of i64
         for hashes in ([signed], [content], [-5], [2**64 - 5]):
             found = ask(router, "/query_by_hash", block_hashes=hashes)
             assert found["instances"]["1"]["gpu"] == 16, hashes
         gone = router.client.post("/unregister", json={"instance_id": 1, "model_name": MODEL, "dp_rank": 0})
         assert (gone.status_code, gone.json()["removed_instances"]) == (200, ["1|default|0"])
 
-    def test_lora_adapters_and_salts_are_told_apart_as_its_hashes_do(
+    def test_hashes_depend_on_lora_adapters_and_salts_as_in_dynamo(
         self, router: RouterUnderTest, publisher: EventPublisher
     ) -> None:
         """``compute_salt_hash`` in ``lib/kv-hashing``; vLLM names a salt in the first block's ``extra_keys``."""
@@ -270,7 +270,7 @@ class TestDynamo:
         assert ask(router, token_ids=[])["instances"] == {}
 
 
-def test_an_instance_that_publishes_is_in_the_index_by_its_address(
+def test_an_instance_that_publishes_is_in_the_index_with_its_address(
     make_router: MakeRouter, stand_in: MakeStandIn, publisher: EventPublisher
 ) -> None:
     instance = stand_in()
@@ -281,12 +281,12 @@ def test_an_instance_that_publishes_is_in_the_index_by_its_address(
         wait_for_match(router, publisher, 32, instance.key, model_name=model, token_ids=list(range(40)))
     assert ask(router, token_ids=[], tenant_id="other")["instances"] == {}
     refused = register(router, publisher, instance_id=instance.key)
-    said = f"instance_id is {instance.key!r}, the address of an instance that is registered at this router"
+    message = f"instance_id is {instance.key!r}, the address of an instance that is registered at this router"
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith(said)
+    assert refused.json()["error"]["message"].startswith(message)
 
 
-def test_what_was_removed_ends_the_prefix(router: RouterUnderTest, publisher: EventPublisher) -> None:
+def test_a_removed_block_ends_the_prefix(router: RouterUnderTest, publisher: EventPublisher) -> None:
     register(router, publisher)
     publisher.publish(stored(range(48), [1, 2, 3]))
     prompt: dict[str, Any] = {"token_ids": list(range(48))}
@@ -300,7 +300,7 @@ def test_what_was_removed_ends_the_prefix(router: RouterUnderTest, publisher: Ev
     wait_for_match(router, publisher, 0, **prompt)
 
 
-def test_what_is_not_known_exactly_is_apart(router: RouterUnderTest, publisher: EventPublisher) -> None:
+def test_a_degraded_instance_is_in_a_separate_list(router: RouterUnderTest, publisher: EventPublisher) -> None:
     publisher.publish(stored(range(16), [1]))
     del publisher.sent[0]
     register(router, publisher)
@@ -312,7 +312,7 @@ def test_what_is_not_known_exactly_is_apart(router: RouterUnderTest, publisher: 
         publisher.answer_replays()
         return bool(ask(router, **prompt)["degraded"] == {"1": entry(16)})
 
-    wait_until(is_known, "the part that is known")
+    wait_until(is_known, "the known part")
     assert ask(router, **prompt)["instances"] == {}
 
 
@@ -334,7 +334,7 @@ def test_blocks_that_tokens_do_not_identify_are_found_by_hash_only(
 
 
 @pytest.mark.parametrize("tokens", [[], range(8), [2**32, *range(31)], [-1, *range(31)]])
-def test_blocks_whose_tokens_are_not_sent_are_found_by_hash_only(
+def test_blocks_without_valid_tokens_are_found_by_hash_only(
     router: RouterUnderTest, publisher: EventPublisher, tokens: Sequence[int]
 ) -> None:
     register(router, publisher)
@@ -344,7 +344,7 @@ def test_blocks_whose_tokens_are_not_sent_are_found_by_hash_only(
 
 
 def test_hashes_of_32_bytes_are_sent_in_hexadecimal_form(router: RouterUnderTest, publisher: EventPublisher) -> None:
-    """vLLM publishes them with ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``."""
+    """vLLM publishes such hashes with ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``."""
     register(router, publisher)
     publisher.publish(BlockStored([b"\x07" * 32], None, [], SIZE))
     wait_for_match(router, publisher, 16, path="/query_by_hash", block_hash=["07" * 32])
@@ -361,21 +361,23 @@ def test_workers_know_the_same_publishers(make_router: MakeRouter, publisher: Ev
     for worker in (first, second):
         wait_for_match(worker, publisher, 16, token_ids=list(range(16)))
     assert register(second, publisher, block_size=32).status_code == 400
-    publishers_of(first).clear()  # as in a worker that has replaced one
+    publishers_of(first).clear()  # as in a new worker that replaces another
     first.thread.run(first.app.learn_publishers())
     assert list(publishers_of(first)) == ["1|default|0"]
     assert second.client.post("/unregister", json={"instance_id": 1}).status_code == 200
     assert publishers_of(first) == {}
 
 
-def test_a_router_without_events_says_how_to_have_an_index(make_router: MakeRouter, publisher: EventPublisher) -> None:
+def test_a_router_without_kv_events_names_the_flag_for_an_index(
+    make_router: MakeRouter, publisher: EventPublisher
+) -> None:
     router = make_router()
     for response in (register(router, publisher), router.client.post("/query", json={})):
         assert response.status_code == 404
         assert "start it with --kv-events" in response.json()["error"]["message"]
 
 
-def test_an_instance_is_told_from_a_publisher_by_its_host(
+def test_a_registration_with_a_host_is_an_instance_not_a_publisher(
     make_router: MakeRouter, stand_in: MakeStandIn, publisher: EventPublisher
 ) -> None:
     router, instance = make_router(kv_events=True), stand_in()
@@ -385,7 +387,7 @@ def test_an_instance_is_told_from_a_publisher_by_its_host(
     assert publishers_of(router) == {}
 
 
-def test_only_who_may_register_instances_may_ask(make_router: MakeRouter, tmp_path: Path) -> None:
+def test_a_query_requires_the_token_for_registrations(make_router: MakeRouter, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret-of-instances")
     (tmp_path / "keys").write_text("client: secret-of-client")
     router = make_router(
@@ -401,7 +403,7 @@ GOOD = {"instance_id": "a", "model": "m", "block_size": 16, "endpoint": "tcp://1
 
 
 @pytest.mark.parametrize(
-    ("path", "members", "said"),
+    ("path", "members", "message"),
     [
         ("/register", {"endpoint": "http://127.0.0.1:9"}, "endpoint is 'http://127.0.0.1:9'; it must be an address"),
         ("/register", {"endpoint": "ipc:///run/secret"}, "endpoint is 'ipc:///run/secret'; it must be an address"),
@@ -436,26 +438,26 @@ GOOD = {"instance_id": "a", "model": "m", "block_size": 16, "endpoint": "tcp://1
         ("/query_by_hash", {"seq_hashes": [1.5]}, "seq_hashes has 1.5; a hash is"),
     ],
 )
-def test_a_wrong_member_is_named_in_one_sentence(
-    router: RouterUnderTest, path: str, members: dict[str, Any], said: str
+def test_the_error_for_a_wrong_member_is_one_sentence_with_its_name(
+    router: RouterUnderTest, path: str, members: dict[str, Any], message: str
 ) -> None:
     for content_type, encode in (("application/json", orjson.dumps), ("application/msgpack", msgpack.packb)):
         fields = {**GOOD, **members}
         response = router.client.post(path, headers={"Content-Type": content_type}, content=encode(fields))
         assert response.status_code == 400
-        assert response.json()["error"]["message"].startswith(said)
+        assert response.json()["error"]["message"].startswith(message)
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa1a", b"\x91" * 100_000, b"\x81\xc4\x01a\x01"]
 )
-def test_a_body_that_is_no_map_is_a_400(router: RouterUnderTest, body: bytes) -> None:
+def test_a_body_that_is_not_a_map_is_a_400(router: RouterUnderTest, body: bytes) -> None:
     response = router.client.post("/query", content=body, headers={"Content-Type": "application/msgpack"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_body"
 
 
-def test_a_body_of_many_arrays_is_refused_before_it_is_read(router: RouterUnderTest) -> None:
+def test_a_body_with_many_arrays_is_refused(router: RouterUnderTest) -> None:
     inner: Any
     for inner in ([], {}, [[]]):
         content = msgpack.packb({"model": "m", "token_ids": [inner] * 100_000})
@@ -468,8 +470,8 @@ def test_a_body_of_many_arrays_is_refused_before_it_is_read(router: RouterUnderT
 
 def test_an_unknown_publisher_is_a_404(router: RouterUnderTest) -> None:
     response = router.client.post("/unregister", json={"instance_id": "engine-a", "dp_rank": 3})
-    said = "there is no publisher of rank 3 for instance 'engine-a' of tenant 'default'"
-    assert (response.status_code, response.json()["error"]["message"]) == (404, said)
+    message = "there is no publisher of rank 3 for instance 'engine-a' of tenant 'default'"
+    assert (response.status_code, response.json()["error"]["message"]) == (404, message)
 
 
 def test_an_address_and_a_rank_are_registered_once(router: RouterUnderTest, publisher: EventPublisher) -> None:
@@ -477,8 +479,8 @@ def test_an_address_and_a_rank_are_registered_once(router: RouterUnderTest, publ
     other = register(router, publisher, instance_id=2)
     assert "has the endpoint 'tcp://" in other.json()["error"]["message"]
     changed = register(router, publisher, endpoint="tcp://127.0.0.1:9")
-    said = "publisher '1|default|0' is registered with other values; unregister it first"
-    assert (changed.status_code, changed.json()["error"]["message"]) == (400, said)
+    message = "publisher '1|default|0' is registered with other values; unregister it first"
+    assert (changed.status_code, changed.json()["error"]["message"]) == (400, message)
 
 
 def test_the_number_of_publishers_is_limited(router: RouterUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +492,7 @@ def test_the_number_of_publishers_is_limited(router: RouterUnderTest, monkeypatc
     assert [each.status_code for each in statuses] == [200, 200, 429]
 
 
-def test_publishers_that_have_more_blocks_than_fit_lose_the_largest(
+def test_the_largest_publisher_is_removed_if_there_are_too_many_blocks(
     router: RouterUnderTest,
     publisher: EventPublisher,
     monkeypatch: pytest.MonkeyPatch,

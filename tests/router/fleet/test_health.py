@@ -1,4 +1,4 @@
-"""How the router notices that instances die and come back. Instances are stand-ins."""
+"""How the router detects that instances end and return. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -29,27 +29,25 @@ from tests.router.fleet.registrations import registration
 from tests.router.stand_in import Received, Responder, chat_answer
 from tests.support.waiting import wait_until
 
-SOON = {"health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.5}
+FREQUENT_PROBES = {"health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.5}
 
 
 def states(router: RouterUnderTest) -> list[str]:
     return [instance.state for instance in router.app.registry]
 
 
-def test_probes_notice_an_instance_that_turns_unhealthy_and_recovers(
+def test_probes_detect_that_an_instance_becomes_unhealthy_and_healthy_again(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
-    router = make_router(instance, **SOON)
+    router = make_router(instance, **FREQUENT_PROBES)
     instance.health = 500
     wait_until(lambda: states(router) == ["unhealthy"], "the failed probes")
     instance.health = 200
     wait_until(lambda: states(router) == ["healthy"], "the good probe")
 
 
-def test_one_hanging_instance_does_not_hold_up_the_probes_of_others(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_hanging_instance_does_not_delay_the_probes_of_others(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     hanging, other = stand_in(), stand_in()
     router = make_router(hanging, other, health_check_interval_secs=0.05, health_check_timeout_secs=1000.0)
     hanging.stop()
@@ -67,18 +65,18 @@ def test_one_hanging_instance_does_not_hold_up_the_probes_of_others(
     router.thread.loop.call_soon_threadsafe(server.close)
 
 
-def test_probes_bring_an_instance_back_that_refused_a_connection(
+def test_an_instance_that_refused_a_connection_is_used_again_after_a_probe(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
-    router = make_router(instance, **SOON)
+    router = make_router(instance, **FREQUENT_PROBES)
     instance.stop()
     router.chat()
     instance.start()
     wait_until(lambda: router.chat().status_code == 200, "an answer")
 
 
-def test_registering_again_brings_an_instance_back_at_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_registration_makes_an_instance_healthy_at_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     instance.stop()
@@ -88,7 +86,7 @@ def test_registering_again_brings_an_instance_back_at_once(make_router: MakeRout
     assert router.chat().status_code == 200
 
 
-def test_an_unhealthy_instance_is_probed_before_its_heartbeat_counts(
+def test_an_unhealthy_instance_is_probed_before_its_heartbeat_is_accepted(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -112,16 +110,14 @@ def test_a_broken_connection_makes_the_router_probe_the_instance(
     wait_until(lambda: states(router) == ["unhealthy"], "the probe")
 
 
-def test_a_dead_instance_is_forgotten(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_dead_instance_is_removed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
-    router = make_router(instance, heartbeat_expiry_secs=0.3, **SOON)
+    router = make_router(instance, heartbeat_expiry_secs=0.3, **FREQUENT_PROBES)
     instance.stop()
-    wait_until(lambda: states(router) == [], "the router to forget it")
+    wait_until(lambda: states(router) == [], "its removal")
 
 
-def test_probes_say_nothing_of_a_circuit_that_live_requests_broke(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_probes_do_not_close_a_breaker_that_requests_opened(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     (registered,) = router.app.registry
@@ -131,16 +127,16 @@ def test_probes_say_nothing_of_a_circuit_that_live_requests_broke(
     assert (registered.state, registered.breaker.state) == ("healthy", "open")
 
 
-def test_what_runs_at_an_instance_that_accepts_nothing_new_is_left_to_finish(
+def test_requests_at_an_instance_that_accepts_no_connections_can_finish(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     may_finish = asyncio.Event()
 
-    async def finishes_late(request: Received, respond: Responder) -> None:
+    async def finish_late(request: Received, respond: Responder) -> None:
         await may_finish.wait()
         await respond.answer(200, chat_answer("late"))
 
-    instance = stand_in("mixed", finishes_late)
+    instance = stand_in("mixed", finish_late)
     router = make_router(instance, health_failure_threshold=1)
     with ThreadPoolExecutor(1) as client:
         running = client.submit(router.chat)
@@ -152,7 +148,7 @@ def test_what_runs_at_an_instance_that_accepts_nothing_new_is_left_to_finish(
         assert running.result(10).json()["choices"][0]["message"]["content"] == "late"
 
 
-def test_a_heartbeat_does_not_make_up_for_failed_probes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_heartbeat_does_not_reset_failed_probes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance, health_failure_threshold=3)
     instance.health = 500
@@ -162,7 +158,7 @@ def test_a_heartbeat_does_not_make_up_for_failed_probes(make_router: MakeRouter,
     assert states(router) == ["unhealthy"]
 
 
-def test_who_asks_for_health_does_not_hasten_the_verdict(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_requests_for_health_generate_do_not_count_as_probes(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance, health_failure_threshold=2)
     instance.health = 500
@@ -172,7 +168,7 @@ def test_who_asks_for_health_does_not_hasten_the_verdict(make_router: MakeRouter
 
 
 def fail_with(router: RouterUnderTest, error: Exception) -> Instance:
-    """Let a live request's connection to the only instance fail so."""
+    """Report a failed connection of a request to the only instance."""
     (instance,) = router.app.registry
 
     async def fail() -> None:
@@ -183,7 +179,7 @@ def fail_with(router: RouterUnderTest, error: Exception) -> Instance:
 
 
 @pytest.mark.parametrize("error", [ConnectFailed("not in time"), NameUnresolved("try again"), TimedOut("late")])
-def test_a_connection_that_is_not_made_for_another_reason_leads_to_a_probe_only(
+def test_a_connection_that_fails_for_another_reason_causes_only_a_probe(
     make_router: MakeRouter, stand_in: MakeStandIn, error: UpstreamError
 ) -> None:
     instance = stand_in()
@@ -195,13 +191,15 @@ def test_a_connection_that_is_not_made_for_another_reason_leads_to_a_probe_only(
     assert known.healthy
 
 
-def test_a_refused_connection_is_believed_at_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_refused_connection_makes_an_instance_unhealthy_at_once(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
     known = fail_with(make_router(stand_in()), ConnectRefused("nobody listens"))
     assert not known.healthy
 
 
 class Upstream:
-    """Connections whose probes end as the test says."""
+    """Connections whose probes fail with ``error``, or pass."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -216,8 +214,8 @@ class Upstream:
         return Response(200, [], b"")
 
 
-class Watched:
-    """A monitor of some instances."""
+class MonitoredInstances:
+    """Instances and their health monitor."""
 
     def __init__(self, count: int = 1, **settings: Any) -> None:
         self.upstream = Upstream()
@@ -238,18 +236,18 @@ class Watched:
             asyncio.run(self.monitor.check_all())
 
 
-def test_where_no_name_server_answers_instances_stay_as_they_are_and_the_log_says_so_once(
+def test_without_a_name_server_instances_keep_their_state_and_one_line_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watched = Watched()
-    watched.upstream.error = NameUnresolved("cannot connect: Temporary failure in name resolution")
-    watched.check(5)
-    assert watched.instances[0].healthy
+    monitored = MonitoredInstances()
+    monitored.upstream.error = NameUnresolved("cannot connect: Temporary failure in name resolution")
+    monitored.check(5)
+    assert monitored.instances[0].healthy
     assert caplog.text.count("so its state is unchanged") == 1
-    watched.upstream.error = None
-    watched.check()
-    watched.upstream.error = NoRoom("Too many open files")
-    watched.check(2)
+    monitored.upstream.error = None
+    monitored.check()
+    monitored.upstream.error = NoRoom("Too many open files")
+    monitored.check(2)
     assert caplog.text.count("so its state is unchanged") == 2
 
 
@@ -262,39 +260,39 @@ def test_where_no_name_server_answers_instances_stay_as_they_are_and_the_log_say
         ([TimedOut("no answer")] * 3, True),
     ],
 )
-def test_the_cache_of_one_that_was_only_out_of_reach_is_not_forgotten(errors: list[Exception], is_lost: bool) -> None:
-    watched = Watched()
-    (instance,) = watched.instances
+def test_the_cache_of_an_instance_that_was_only_unreachable_is_not_lost(errors: list[Exception], is_lost: bool) -> None:
+    monitored = MonitoredInstances()
+    (instance,) = monitored.instances
     for error in errors:
-        watched.upstream.error = error
-        watched.check()
+        monitored.upstream.error = error
+        monitored.check()
     assert instance.state == "unhealthy"
-    watched.upstream.error = None
-    watched.check(2)
+    monitored.upstream.error = None
+    monitored.check(2)
     assert instance.state == "healthy"
-    assert bool(watched.lost) is is_lost
+    assert bool(monitored.lost) is is_lost
     assert (instance.weight(time.monotonic()) < 1.0) is is_lost
 
 
 @pytest.mark.parametrize("error", [TimedOut("no answer in time"), ConnectFailed("no connection in time")])
-def test_a_probe_that_was_late_while_this_process_did_not_run_says_nothing(error: Exception) -> None:
-    watched = Watched()
-    watched.upstream.error = error
+def test_a_probe_that_times_out_while_this_process_does_not_run_does_not_count(error: Exception) -> None:
+    monitored = MonitoredInstances()
+    monitored.upstream.error = error
 
     def stall() -> None:
-        watched.now += 8.0
+        monitored.now += 8.0
 
-    watched.upstream.on_fetch = stall
-    watched.check(5)
-    assert watched.instances[0].healthy
-    watched.upstream.on_fetch = lambda: None
-    watched.check(3)
-    assert [each.healthy for each in watched.instances] == [False]
+    monitored.upstream.on_fetch = stall
+    monitored.check(5)
+    assert monitored.instances[0].healthy
+    monitored.upstream.on_fetch = lambda: None
+    monitored.check(3)
+    assert [each.healthy for each in monitored.instances] == [False]
 
 
-def test_seconds_in_which_this_process_did_not_run_make_no_instance_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(heartbeat_expiry_secs=30.0)
-    (instance,) = watched.instances
+def test_seconds_in_which_this_process_does_not_run_are_no_missed_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitored = MonitoredInstances(heartbeat_expiry_secs=30.0)
+    (instance,) = monitored.instances
     instance.has_heartbeat = True
     began = instance.last_registered
     now = began + 100.0
@@ -303,50 +301,50 @@ def test_seconds_in_which_this_process_did_not_run_make_no_instance_silent(monke
     async def nothing() -> None:
         pass
 
-    watched.now += 90.25
-    asyncio.run(watched.monitor._run_round(nothing))
-    assert list(watched.registry) == [instance]
-    asyncio.run(watched.monitor._run_round(nothing))
-    assert list(watched.registry) == [instance]
+    monitored.now += 90.25
+    asyncio.run(monitored.monitor._run_round(nothing))
+    assert list(monitored.registry) == [instance]
+    asyncio.run(monitored.monitor._run_round(nothing))
+    assert list(monitored.registry) == [instance]
     now += 21.0
-    asyncio.run(watched.monitor._run_round(nothing))
-    assert list(watched.registry) == []
+    asyncio.run(monitored.monitor._run_round(nothing))
+    assert list(monitored.registry) == []
 
 
 def test_probes_are_spread_over_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(count=10, health_check_interval_secs=5.0)
+    monitored = MonitoredInstances(count=10, health_check_interval_secs=5.0)
     probed: list[int] = []
     pauses: list[float] = []
 
     async def pause(seconds: float) -> None:
-        probed.append(len(watched.upstream.probed))
+        probed.append(len(monitored.upstream.probed))
         pauses.append(seconds)
         await sleep(0)
 
     sleep = asyncio.sleep
     monkeypatch.setattr(health, "asyncio", SimpleNamespace(sleep=pause))
-    asyncio.run(watched.monitor._probe_one_by_one())
+    asyncio.run(monitored.monitor._probe_one_by_one())
     assert pauses[:10] == [0.5] * 10
     assert probed[:10] == list(range(10))
     assert len(pauses) == 11
-    assert 4.0 < pauses[10] <= 5.0  # what is left of the interval, as these pauses took no time
+    assert 4.0 < pauses[10] <= 5.0  # the rest of the interval, because these pauses take no time
 
 
-def test_one_that_is_removed_meanwhile_is_not_probed() -> None:
-    watched = Watched(count=2, health_check_interval_secs=0.02)
-    watched.upstream.on_fetch = lambda: (
-        watched.registry.remove(watched.instances[1]) if len(list(watched.registry)) > 1 else None
+def test_an_instance_that_is_removed_meanwhile_is_not_probed() -> None:
+    monitored = MonitoredInstances(count=2, health_check_interval_secs=0.02)
+    monitored.upstream.on_fetch = lambda: (
+        monitored.registry.remove(monitored.instances[1]) if len(list(monitored.registry)) > 1 else None
     )
-    asyncio.run(watched.monitor._probe_one_by_one())
-    assert watched.upstream.probed == [watched.instances[0].key]
+    asyncio.run(monitored.monitor._probe_one_by_one())
+    assert monitored.upstream.probed == [monitored.instances[0].key]
 
 
-def test_whoever_registers_becomes_an_instance_after_its_probe_and_stays_that_instance_without_one() -> None:
-    watched = Watched(count=0)
+def test_a_first_registration_is_probed_and_a_second_keeps_the_instance_without_a_probe() -> None:
+    monitored = MonitoredInstances(count=0)
     given = registration(role="mixed", models=["m"])
-    first = asyncio.run(watched.monitor.probe_and_register(given))
-    again = asyncio.run(watched.monitor.probe_and_register(given))
-    assert list(watched.registry) == [first]
+    first = asyncio.run(monitored.monitor.probe_and_register(given))
+    again = asyncio.run(monitored.monitor.probe_and_register(given))
+    assert list(monitored.registry) == [first]
     assert again is first
-    assert watched.upstream.probed == [first.key]
+    assert monitored.upstream.probed == [first.key]
     assert (first.healthy, first.models) == (True, frozenset({"m"}))

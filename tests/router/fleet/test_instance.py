@@ -1,4 +1,4 @@
-"""Instance: when it may be chosen, and what an operator sees of it."""
+"""Instance: when it can be chosen, and its state and text for an operator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def test_a_paused_instance_is_not_available() -> None:
     assert not registry.register(registration(is_paused=True), now=1.0).is_available
 
 
-def test_each_order_of_an_operator_changes_what_may_be_chosen_and_is_told_once() -> None:
+def test_each_order_changes_whether_an_instance_is_available_and_is_reported_once() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
-    told: list[tuple[str, bool, float]] = []
+    reported: list[tuple[str, bool, float]] = []
     generations = []
-    registry.events.new_orders.subscribe(lambda: told.append((instance.state, instance.is_available, instance.share)))
+    registry.events.new_orders.subscribe(
+        lambda: reported.append((instance.state, instance.is_available, instance.share))
+    )
     orders: list[Callable[[], None]] = [
         *(partial(instance.set_pause, True), partial(instance.set_pause, False)),
         *(partial(instance.set_draining, True), partial(instance.set_draining, False)),
@@ -33,9 +35,9 @@ def test_each_order_of_an_operator_changes_what_may_be_chosen_and_is_told_once()
     for order in orders:
         before = registry.events.generation
         order()
-        order()  # changes nothing more
+        order()  # has no further effect
         generations.append(registry.events.generation - before)
-    assert told == [
+    assert reported == [
         *(("paused", False, 1.0), ("healthy", True, 1.0)),
         *(("draining", False, 1.0), ("healthy", True, 1.0)),
         ("healthy", True, 0.5),
@@ -66,7 +68,7 @@ def test_an_instance_changes_after_the_threshold_of_probes_in_a_row(
     assert states == [before] * (len(passed) - 1) + [after]
 
 
-def test_one_good_probe_between_two_failed_ones_parts_them_whatever_its_own_threshold() -> None:
+def test_a_passed_probe_resets_the_count_of_failed_ones_for_any_threshold() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     for _ in range(3):
         instance.record_failed_probe("no answer", threshold=2)
@@ -74,7 +76,7 @@ def test_one_good_probe_between_two_failed_ones_parts_them_whatever_its_own_thre
     assert instance.state == "healthy"
 
 
-def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
+def test_an_instance_that_returns_has_a_new_breaker() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     for _ in range(FAILURES):
         instance.record_failure(1.0, "it answered with 500")
@@ -84,7 +86,7 @@ def test_an_instance_that_comes_back_has_a_new_breaker() -> None:
     assert instance.breaker.state == "closed"
 
 
-def test_an_instance_that_answers_again_gets_few_requests_at_first_and_one_that_always_has_its_share(
+def test_the_weight_is_small_after_the_breaker_closes_and_grows_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
@@ -93,7 +95,7 @@ def test_an_instance_that_answers_again_gets_few_requests_at_first_and_one_that_
     caplog.clear()
     before = registry.events.generation
     instance.record_success(50.0)
-    instance.record_failure(50.0, "it answered with 500")  # one failure opens no breaker
+    instance.record_failure(50.0, "it answered with 500")  # one failure does not open the breaker
     instance.record_success(50.0)
     assert (instance.weight(50.0), registry.events.generation, caplog.text) == (1.0, before, "")
     for _ in range(FAILURES):
@@ -106,13 +108,13 @@ def test_an_instance_that_answers_again_gets_few_requests_at_first_and_one_that_
     assert instance.weight(70.0 + SLOW_START_SECONDS) == 1.0
 
 
-def test_repr_tells_an_operator_role_address_state_and_load() -> None:
+def test_repr_has_role_address_state_and_load() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     instance.load.requests, instance.load.tokens = 1, 10
     assert repr(instance) == "<Instance decode 10.0.0.1:52500 healthy requests=1 tokens=10>"
 
 
-def test_a_drain_holds_over_a_restart_unless_it_was_ordered_otherwise() -> None:
+def test_a_drain_survives_a_restart_unless_the_order_ends_it_there() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(start_id="a"), now=0.0)
     instance.set_draining(True)
@@ -125,7 +127,7 @@ def test_a_drain_holds_over_a_restart_unless_it_was_ordered_otherwise() -> None:
     assert (instance.state, instance.drains_until_restart) == ("healthy", False)
 
 
-def test_a_process_with_another_start_id_has_an_empty_cache() -> None:
+def test_another_start_id_means_an_empty_cache() -> None:
     registry = Registry(splitwise=True)
     lost: list[str] = []
     registry.events.lost_caches.subscribe(lost.append)
@@ -136,7 +138,9 @@ def test_a_process_with_another_start_id_has_an_empty_cache() -> None:
 
 @pytest.mark.parametrize("refuses", [True, False])
 @pytest.mark.parametrize("comes_back", ["probe", "registration"])
-def test_a_process_that_refused_connections_and_answers_again_has_restarted(refuses: bool, comes_back: str) -> None:
+def test_a_process_that_refused_connections_and_answers_again_counts_as_restarted(
+    refuses: bool, comes_back: str
+) -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
     instance.set_draining(True, until_restart=True)
@@ -149,7 +153,7 @@ def test_a_process_that_refused_connections_and_answers_again_has_restarted(refu
     assert instance.state == ("healthy" if refuses else "draining")
 
 
-def test_refusals_do_not_end_the_drain_of_a_process_that_has_told_its_start_id() -> None:
+def test_refusals_do_not_end_the_drain_of_a_process_with_a_start_id() -> None:
     instance = Registry(splitwise=True).register(registration(start_id="a"), now=0.0)
     instance.set_draining(True, until_restart=True)
     instance.record_failed_probe("a firewall refused", threshold=3, may_finish=True)
@@ -157,7 +161,7 @@ def test_refusals_do_not_end_the_drain_of_a_process_that_has_told_its_start_id()
     assert instance.state == "draining"
 
 
-def test_refusals_from_before_the_order_do_not_end_it() -> None:
+def test_refusals_before_the_order_do_not_end_the_drain() -> None:
     instance = Registry(splitwise=True).register(registration(), now=0.0)
     instance.record_failed_probe("it refused", threshold=3, may_finish=True)
     instance.set_draining(True, until_restart=True)

@@ -1,4 +1,4 @@
-"""Following the KV events of instances: what is called exact is the publisher's state. Real sockets of ZeroMQ."""
+"""The reader of instances' KV events: an exact cache equals the publisher's. The sockets are ZeroMQ's own."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from tests.support.waiting import wait_until
 KEY = "127.0.0.1:8000"
 
 
-class Followed:
-    """A publisher, and a reader that follows it."""
+class FollowedPublisher:
+    """A publisher, and a reader of its events."""
 
     def __init__(self, thread: LoopThread, publisher: EventPublisher) -> None:
         self.publisher, self._thread = publisher, thread
         self.policy = PoolAware()
         self.registry = Registry(splitwise=False)
-        self.told: list[Any] = []
+        self.reported: list[Any] = []
         self._task = thread.run(self._start())
 
     async def _start(self) -> asyncio.Task[None]:
-        self.reader = KvEventReader(self.registry, {Role.MIXED: self.policy}, self.told.append)
+        self.reader = KvEventReader(self.registry, {Role.MIXED: self.policy}, self.reported.append)
         host, _, port = KEY.rpartition(":")
         fields = {"role": "mixed", "host_ip": host, "port": port, "kv_events": self.publisher.fields}
         self.instance = self.registry.register(Registration.from_fields(fields), 0.0)
@@ -80,29 +80,29 @@ def publisher() -> Iterator[EventPublisher]:
 
 
 @pytest.fixture
-def followed(thread: LoopThread, publisher: EventPublisher) -> Iterator[Followed]:
-    followed = Followed(thread, publisher)
+def followed(thread: LoopThread, publisher: EventPublisher) -> Iterator[FollowedPublisher]:
+    followed = FollowedPublisher(thread, publisher)
     followed.wait_for("exact")
     yield followed
     followed.stop()
 
 
-def test_what_was_published_before_the_router_came_is_replayed(thread: LoopThread, publisher: EventPublisher) -> None:
+def test_batches_from_before_the_routers_start_are_replayed(thread: LoopThread, publisher: EventPublisher) -> None:
     publisher.store(1, 2)
     publisher.publish(BlockRemoved([1]))
-    followed = Followed(thread, publisher)
+    followed = FollowedPublisher(thread, publisher)
     followed.wait_for("exact")
     assert set(followed.policy.caches[KEY]) == {2}
     followed.stop()
 
 
-def test_a_cache_whose_first_events_are_forgotten_is_not_exact_until_it_is_cleared(
+def test_a_cache_without_its_first_events_is_not_exact_until_it_is_cleared(
     thread: LoopThread, publisher: EventPublisher
 ) -> None:
     for block in range(5):
         publisher.store(block)
     del publisher.sent[0]
-    followed = Followed(thread, publisher)
+    followed = FollowedPublisher(thread, publisher)
     publisher.blocks.discard(0)
     followed.wait_for_blocks()
     assert followed.instance.cache_known == "degraded"
@@ -112,7 +112,7 @@ def test_a_cache_whose_first_events_are_forgotten_is_not_exact_until_it_is_clear
     followed.stop()
 
 
-def test_a_lost_event_is_replayed(followed: Followed) -> None:
+def test_a_lost_event_is_replayed(followed: FollowedPublisher) -> None:
     followed.publisher.store(1)
     followed.publisher.store(2, is_lost=True)
     followed.publisher.store(3)
@@ -120,14 +120,14 @@ def test_a_lost_event_is_replayed(followed: Followed) -> None:
     followed.wait_for("exact")
 
 
-def test_the_loss_of_the_last_event_is_noticed_after_a_pause(followed: Followed) -> None:
+def test_the_loss_of_the_last_event_is_detected_after_a_pause(followed: FollowedPublisher) -> None:
     followed.publisher.store(1)
     followed.wait_for_blocks()
     followed.publisher.store(2, is_lost=True)
     followed.wait_for_blocks()
 
 
-def test_a_lost_event_that_is_forgotten_makes_the_cache_degraded(followed: Followed) -> None:
+def test_a_lost_event_that_the_publisher_no_longer_has_makes_the_cache_degraded(followed: FollowedPublisher) -> None:
     followed.publisher.store(1)
     followed.wait_for_blocks()
     followed.publisher.store(2, is_lost=True)
@@ -138,7 +138,7 @@ def test_a_lost_event_that_is_forgotten_makes_the_cache_degraded(followed: Follo
 
 
 def test_the_events_of_an_instance_with_too_many_blocks_are_ignored(
-    followed: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    followed: FollowedPublisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kv_events, "MAX_INSTANCE_BLOCKS", 100)
     followed.publisher.store(*range(101))
@@ -148,7 +148,7 @@ def test_the_events_of_an_instance_with_too_many_blocks_are_ignored(
 
 
 def test_the_events_of_such_an_instance_are_read_again_after_it_has_restarted(
-    followed: Followed, monkeypatch: pytest.MonkeyPatch
+    followed: FollowedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "MAX_INSTANCE_BLOCKS", 100)
     followed.publisher.store(*range(101))
@@ -160,25 +160,25 @@ def test_the_events_of_such_an_instance_are_read_again_after_it_has_restarted(
     followed.wait_for_blocks()
 
 
-def test_ten_thousand_events_at_once_are_all_applied(followed: Followed) -> None:
+def test_ten_thousand_events_at_once_are_all_applied(followed: FollowedPublisher) -> None:
     for block in range(10_000):
         followed.publisher.store(block)
     followed.wait_for_blocks()
     followed.wait_for("exact")
 
 
-def test_what_a_replay_drops_is_asked_for_again(thread: LoopThread, publisher: EventPublisher) -> None:
-    """vLLM's socket for replays has a mark of 1,000 messages, and drops what is beyond."""
+def test_a_batch_that_the_replay_drops_is_requested_again(thread: LoopThread, publisher: EventPublisher) -> None:
+    """vLLM's socket for replays has a limit of 1,000 messages, and drops further ones."""
     for block in range(30):
         publisher.store(block)
     publisher.dropped = {5, *range(10, 20)}
-    followed = Followed(thread, publisher)
+    followed = FollowedPublisher(thread, publisher)
     followed.wait_for("exact")
     followed.wait_for_blocks()
     followed.stop()
 
 
-def test_a_cache_is_not_exact_while_a_batch_that_arrived_is_missing_in_the_replay(followed: Followed) -> None:
+def test_a_cache_is_not_exact_while_the_replay_lacks_batches(followed: FollowedPublisher) -> None:
     publisher, set_exact, wrong = followed.publisher, followed.policy.set_exact, list[set[Any]]()
 
     def record(key: str, *, is_exact: bool) -> None:
@@ -189,7 +189,7 @@ def test_a_cache_is_not_exact_while_a_batch_that_arrived_is_missing_in_the_repla
     followed.policy.set_exact = record  # type: ignore[method-assign]
     publisher.store(1)
     followed.wait_for_blocks()
-    publisher.dropped = {2, 3}  # by the socket for replays, which sends the end
+    publisher.dropped = {2, 3}  # the socket for replays drops these, but sends the end
     publisher.store(2, is_lost=True)
     publisher.store(3, is_lost=True)
     publisher.store(4)
@@ -200,7 +200,7 @@ def test_a_cache_is_not_exact_while_a_batch_that_arrived_is_missing_in_the_repla
 
 
 def test_a_cache_is_not_exact_before_the_replay_that_a_new_connection_needs(
-    thread: LoopThread, followed: Followed
+    thread: LoopThread, followed: FollowedPublisher
 ) -> None:
     feed = followed.reader._feeds[KEY]
 
@@ -214,7 +214,7 @@ def test_a_cache_is_not_exact_before_the_replay_that_a_new_connection_needs(
     followed.wait_for("exact")
 
 
-def test_other_work_runs_between_large_batches(followed: Followed) -> None:
+def test_other_work_runs_between_large_batches(followed: FollowedPublisher) -> None:
     feed, order = followed.reader._feeds[KEY], list[Any]()
     apply = feed._apply
 
@@ -232,7 +232,7 @@ def test_other_work_runs_between_large_batches(followed: Followed) -> None:
 
 
 def test_the_next_batch_of_another_process_is_not_applied_to_the_blocks_of_the_last_one(
-    thread: LoopThread, followed: Followed
+    thread: LoopThread, followed: FollowedPublisher
 ) -> None:
     publisher, feed = followed.publisher, followed.reader._feeds[KEY]
     for block in range(3):
@@ -260,7 +260,7 @@ def test_the_next_batch_of_another_process_is_not_applied_to_the_blocks_of_the_l
 
 
 def test_unread_batches_of_a_process_that_ended_are_not_applied_to_the_blocks_of_the_next_one(
-    thread: LoopThread, followed: Followed
+    thread: LoopThread, followed: FollowedPublisher
 ) -> None:
     publisher, feed = followed.publisher, followed.reader._feeds[KEY]
     for block in range(3):
@@ -288,20 +288,20 @@ def test_unread_batches_of_a_process_that_ended_are_not_applied_to_the_blocks_of
     assert set(followed.policy.caches[KEY]) == publisher.blocks
 
 
-def test_what_no_replay_has_is_lost(thread: LoopThread, publisher: EventPublisher) -> None:
+def test_a_batch_that_no_replay_has_is_lost(thread: LoopThread, publisher: EventPublisher) -> None:
     for block in range(30):
         publisher.store(block)
     for number in (5, *range(10, 20)):
         del publisher.sent[number]
         publisher.blocks.discard(number)
-    followed = Followed(thread, publisher)
+    followed = FollowedPublisher(thread, publisher)
     followed.wait_for_blocks()
     assert followed.instance.cache_known == "degraded"
     followed.stop()
 
 
 @pytest.mark.parametrize("num_batches", [0, 1, 3, 5])
-def test_another_process_is_noticed_however_much_it_has_published(followed: Followed, num_batches: int) -> None:
+def test_another_process_is_detected_after_any_number_of_batches(followed: FollowedPublisher, num_batches: int) -> None:
     for block in range(3):
         followed.publisher.store(block)
     followed.wait_for_blocks()
@@ -314,7 +314,7 @@ def test_another_process_is_noticed_however_much_it_has_published(followed: Foll
     followed.wait_for_blocks()
 
 
-def test_events_of_other_media_and_damaged_ones_do_not_change_what_is_known(followed: Followed) -> None:
+def test_events_of_other_media_and_damaged_events_do_not_change_the_known_blocks(followed: FollowedPublisher) -> None:
     followed.publisher.store(1)
     followed.publisher.publish(BlockStored([7], None, [], 64, medium="POOL"))
     followed.publisher.blocks.discard(7)
@@ -325,7 +325,7 @@ def test_events_of_other_media_and_damaged_ones_do_not_change_what_is_known(foll
 
 
 @pytest.mark.parametrize("kind", ["sliding_window", "mamba"])
-def test_a_group_that_needs_only_some_blocks_is_not_read(followed: Followed, kind: str) -> None:
+def test_the_blocks_of_a_group_that_needs_only_some_are_ignored(followed: FollowedPublisher, kind: str) -> None:
     publisher = followed.publisher
     publisher.publish(BlockStored([7, 9], None, [], 64, group_idx=0, kv_cache_spec_kind=kind))
     followed.wait_for("degraded")
@@ -336,7 +336,7 @@ def test_a_group_that_needs_only_some_blocks_is_not_read(followed: Followed, kin
     assert followed.instance.cache_known == "degraded"
 
 
-def test_a_copy_whose_removal_was_lost_does_not_keep_its_block(followed: Followed) -> None:
+def test_a_block_is_removed_although_the_removal_of_a_copy_is_lost(followed: FollowedPublisher) -> None:
     publisher = followed.publisher
     publisher.publish(*2 * [BlockStored([1], None, [], 64)])
     followed.wait_for_blocks()
@@ -347,7 +347,9 @@ def test_a_copy_whose_removal_was_lost_does_not_keep_its_block(followed: Followe
     followed.wait_for_blocks()
 
 
-def test_blocks_of_pairs_of_tokens_are_known_exactly(followed: Followed, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_of_pairs_of_tokens_are_known_exactly(
+    followed: FollowedPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
     event = BlockStored([1], None, [(5, 6), (6, 7)], 2)  # type: ignore[list-item]
     followed.publisher.publish(event)
     followed.publisher.blocks.add(1)
@@ -356,7 +358,7 @@ def test_blocks_of_pairs_of_tokens_are_known_exactly(followed: Followed, caplog:
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
-def test_a_salt_that_equals_the_name_of_the_adapter_is_a_salt(followed: Followed) -> None:
+def test_a_salt_that_equals_the_name_of_the_adapter_is_a_salt(followed: FollowedPublisher) -> None:
     keys = [["same", "same"], ["same"]]
     followed.publisher.publish(BlockStored([1, 2], None, [5, 6], 1, lora_name="same", extra_keys=keys))
     followed.wait_for_blocks()
@@ -366,30 +368,30 @@ def test_a_salt_that_equals_the_name_of_the_adapter_is_a_salt(followed: Followed
     assert [cache.count_named(iterate_names(tokens, 1, seed_of("same", salt))) for salt in ("", "same")] == [0, 2]
 
 
-def test_tokens_of_other_blocks_than_those_of_the_event_are_not_stored(followed: Followed) -> None:
+def test_tokens_of_other_blocks_than_those_of_the_event_are_not_stored(followed: FollowedPublisher) -> None:
     followed.publisher.publish(BlockStored([1, 2, 3, 4, 5], None, [70_000] * 5000, 4))
     followed.wait_for_blocks()
     (run,) = set(followed.policy.caches[KEY]._run_of.values())
     assert run.unnamed == [(0, 5, pack_tokens([70_000] * 20))]
 
 
-def test_an_instance_that_is_removed_is_not_followed_any_more(followed: Followed) -> None:
+def test_the_cache_of_a_removed_instance_is_removed(followed: FollowedPublisher) -> None:
     followed.remove()
-    wait_until(lambda: KEY not in followed.policy.caches, "the instance to be forgotten")
+    wait_until(lambda: KEY not in followed.policy.caches, "the removal of its cache")
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_exact_is_what_the_publisher_has_whatever_is_lost(followed: Followed, seed: int) -> None:
+def test_an_exact_cache_equals_the_publishers_after_any_losses(followed: FollowedPublisher, seed: int) -> None:
     chance = random.Random(seed)
     publisher = followed.publisher
     for step in range(60):
-        what = chance.random()
-        if what < 0.03:
+        number = chance.random()
+        if number < 0.03:
             publisher.stop()
             publisher.start()
-        elif what < 0.06:
+        elif number < 0.06:
             publisher.publish(AllBlocksCleared())
-        elif what < 0.3 and publisher.blocks:
+        elif number < 0.3 and publisher.blocks:
             publisher.publish(BlockRemoved([chance.choice(sorted(publisher.blocks))]), is_lost=chance.random() < 0.2)
         else:
             publisher.store(step, is_lost=chance.random() < 0.2)
@@ -398,7 +400,7 @@ def test_what_is_exact_is_what_the_publisher_has_whatever_is_lost(followed: Foll
     followed.wait_for("exact")
 
 
-def test_an_instance_is_read_again_after_an_error(followed: Followed) -> None:
+def test_the_events_of_an_instance_are_read_again_after_an_error(followed: FollowedPublisher) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("an error in the router")
 

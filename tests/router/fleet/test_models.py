@@ -1,4 +1,4 @@
-"""Several models behind one router: each request goes to instances that serve its model, and to no others."""
+"""A router with several models: each request goes only to instances that serve its model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 from tests.router.stand_in import Received, Responder, StandIn, answers, streams
 from tests.support.waiting import wait_until
 
-SOON = {"health_check_interval_secs": 0.05}
+FREQUENT_PROBES = {"health_check_interval_secs": 0.05}
 
 
-class Told(NamedTuple):
-    """An instance, as far as its models go."""
+class ModelsOnly(NamedTuple):
+    """An instance with only its models."""
 
     models: frozenset[str] | None
 
 
 def served(*models: str | None, gone: tuple[str, ...] = ()) -> ServedModels:
-    """Of instances that serve these, with blanks between; ``""`` does not tell, None was not asked yet."""
-    told = [Told(None if each is None else frozenset(each.split())) for each in models]
-    return ServedModels(told, gone)  # type: ignore[arg-type]
+    """Return the models of instances. ``""``: the instance reports none; None: the router has not asked yet."""
+    instances = [ModelsOnly(None if each is None else frozenset(each.split())) for each in models]
+    return ServedModels(instances, gone)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def served(*models: str | None, gone: tuple[str, ...] = ()) -> ServedModels:
         (served(gone=("b",)), "b", ""),
     ],
 )
-def test_a_name_means_a_model_where_there_are_several(models: ServedModels, name: object, meant: str | None) -> None:
+def test_a_name_selects_a_model_if_there_are_several(models: ServedModels, name: object, meant: str | None) -> None:
     assert models.find(name) == meant
 
 
 @pytest.mark.parametrize(
-    ("models", "told_apart"),
+    ("models", "are_several"),
     [
         (served(), False),
         (served("a", "a", "", None), False),
@@ -71,17 +71,17 @@ def test_a_name_means_a_model_where_there_are_several(models: ServedModels, name
         (served("a", gone=("a",)), False),
     ],
 )
-def test_names_are_told_apart_only_where_there_are_or_were_several(models: ServedModels, told_apart: bool) -> None:
-    assert models.are_several is told_apart
+def test_names_matter_only_if_there_are_or_were_several_models(models: ServedModels, are_several: bool) -> None:
+    assert models.are_several is are_several
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"data": 5}', b"null", b"<html>"])
-def test_what_is_no_list_of_models_is_told(data: bytes) -> None:
+def test_a_response_that_is_not_a_list_of_models_is_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="the response is not a list of models: "):
         parse_models(data)
 
 
-def test_of_a_list_that_is_too_long_the_beginning_is_read() -> None:
+def test_only_the_first_models_of_a_list_that_is_too_long_are_read() -> None:
     listed = [{"id": str(number)} for number in range(MAX_MODELS + 1)]
     assert parse_models(json.dumps({"data": listed}).encode()) == listed[:-1]
 
@@ -91,11 +91,11 @@ def test_a_list_with_too_many_bytes_is_not_read() -> None:
         parse_models(json.dumps({"data": [{"id": "x" * 5_000_000}]}).encode())
 
 
-def test_names_that_could_forge_lines_of_the_log_are_left_out() -> None:
+def test_names_that_could_forge_log_lines_are_ignored() -> None:
     assert read_names([{"id": "a/b c"}, {"id": "x\n2026 ERROR"}, {"id": "\x1b[31m"}, {"id": ""}, {}]) == {"a/b c"}
 
 
-def names_served(router: RouterUnderTest) -> list[list[str] | None]:
+def list_models(router: RouterUnderTest) -> list[list[str] | None]:
     listed: list[dict[str, Any]] = router.client.get("/registered").json()["mixed"]
     return [each["models"] for each in listed]
 
@@ -108,7 +108,7 @@ def start_mixed(stand_in: MakeStandIn, *models: tuple[str, ...] | None) -> list[
 
 
 def count_models(instance: StandIn) -> Counter[str]:
-    """How many requests for each model the instance has got."""
+    """Count the requests for each model that the instance received."""
     return Counter(str(request.json.get("model")) for request in instance.received)
 
 
@@ -117,7 +117,7 @@ def count_models(instance: StandIn) -> Counter[str]:
 def test_under_load_no_request_reaches_an_instance_of_another_model(
     make_router: MakeRouter, stand_in: MakeStandIn, splitwise: bool, workers: int
 ) -> None:
-    """Of each model two instances or pairs, one of which comes and goes."""
+    """Each model has two instances or pairs, of which one stops and starts."""
     roles = ("prefill", "decode") if splitwise else ("mixed",)
     instances = {model: [stand_in(role) for role in roles * 2] for model in ("a", "b")}
     for model, of_model in instances.items():
@@ -153,7 +153,7 @@ async def answer_either_way(request: Received, respond: Responder) -> None:
     await behave(request, respond)
 
 
-def test_a_misspelt_model_gets_a_sentence_with_the_nearest_name(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_error_for_a_misspelt_model_has_the_nearest_name(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instances = start_mixed(stand_in, ("qwen3-8b",), ("ernie-4.5",))
     router = make_router(*instances)
     response = router.chat(model="qwen38b")
@@ -169,7 +169,7 @@ def test_a_misspelt_model_gets_a_sentence_with_the_nearest_name(make_router: Mak
     assert [each.received for each in instances] == [[], []]
 
 
-def test_a_single_model_is_served_by_any_name_and_passed_on_untouched(
+def test_with_a_single_model_any_name_is_accepted_and_forwarded_unchanged(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     first, second = start_mixed(stand_in, ("m",), ("m",))
@@ -182,7 +182,7 @@ def test_a_single_model_is_served_by_any_name_and_passed_on_untouched(
 
 
 @pytest.mark.parametrize("name", ["any", "default", "", None])
-def test_a_request_that_names_no_model_may_go_anywhere(
+def test_a_request_without_a_model_can_go_to_any_instance(
     make_router: MakeRouter, stand_in: MakeStandIn, name: str | None
 ) -> None:
     instances = start_mixed(stand_in, ("a",), ("b",))
@@ -191,7 +191,7 @@ def test_a_request_that_names_no_model_may_go_anywhere(
     assert sum(len(each.received) for each in instances) == 4
 
 
-def test_a_pair_for_a_request_that_names_no_model_is_of_one_model(
+def test_the_pair_for_a_request_without_a_model_serves_one_model(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     pairs = {model: (stand_in("prefill"), stand_in("decode")) for model in ("a", "b")}
@@ -204,24 +204,28 @@ def test_a_pair_for_a_request_that_names_no_model_is_of_one_model(
         assert len(prefill.received) == len(decode.received)
 
 
-def test_prefill_and_decode_of_two_models_are_no_pair(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_prefill_and_decode_with_different_models_are_not_a_pair(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
     prefill.models, decode.models = ("a",), ("b",)
     router = make_router(prefill, decode, splitwise=True)
     response = router.chat()
-    said = "prefill and decode must serve the same model under the same name; registered are prefill 'a' and decode 'b'"
-    assert (response.status_code, response.json()["error"]["message"]) == (503, said)
+    message = (
+        "prefill and decode must serve the same model under the same name; registered are prefill 'a' and decode 'b'"
+    )
+    assert (response.status_code, response.json()["error"]["message"]) == (503, message)
     response = router.chat(model="a")
     assert response.status_code == 503
     assert "no decode instance that serves 'a' is registered" in response.json()["error"]["message"]
 
 
-def test_an_instance_without_a_list_of_models_serves_any(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_instance_without_a_list_of_models_serves_any_model(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     first, second, old = start_mixed(stand_in, ("a",), ("b",), None)
     router = make_router(first, second, old)
     assert router.chat(model="c").status_code == 200
     assert count_models(old) == {"c": 1}
-    assert names_served(router) == [["a"], ["b"], []]
+    assert list_models(router) == [["a"], ["b"], []]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_an_instance_without_a_list_of_models_serves_any(make_router: MakeRouter
     ],
     ids=["too many models", "too many bytes"],
 )
-def test_an_instance_whose_list_is_too_long_gets_no_requests_for_any_model(
+def test_an_instance_with_a_list_that_is_too_long_serves_only_the_models_that_were_read(
     make_router: MakeRouter,
     stand_in: MakeStandIn,
     caplog: pytest.LogCaptureFixture,
@@ -241,7 +245,7 @@ def test_an_instance_whose_list_is_too_long_gets_no_requests_for_any_model(
     unserved: str,
 ) -> None:
     first, second, long = start_mixed(stand_in, ("a",), ("c",), models)
-    router = make_router(first, second, long, **SOON)
+    router = make_router(first, second, long, **FREQUENT_PROBES)
     assert router.chat(model=served).status_code == 200
     assert router.chat(model=unserved).status_code == 404
     asked = long.models_asked
@@ -250,7 +254,7 @@ def test_an_instance_whose_list_is_too_long_gets_no_requests_for_any_model(
     assert len([each for each in warnings if each.startswith(f"instance {long.key}: ")]) == 1
 
 
-def test_an_instance_that_cannot_be_asked_now_gets_no_request_for_a_model(
+def test_an_instance_that_does_not_send_its_models_gets_no_request_for_a_model(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "ASK_SECONDS", 0.2)
@@ -258,28 +262,26 @@ def test_an_instance_that_cannot_be_asked_now_gets_no_request_for_a_model(
     hang = [True]
     respond = busy._respond
 
-    async def hang_up(request: Received, responder: Responder) -> None:
+    async def hang_for_models(request: Received, responder: Responder) -> None:
         if request.target == "/v1/models" and hang[0]:
             await responder.peer_left.wait()
             responder.keep_alive = False
         else:
             await respond(request, responder)
 
-    busy._respond = hang_up  # type: ignore[method-assign]
-    router = make_router(first, second, busy, **SOON)
+    busy._respond = hang_for_models  # type: ignore[method-assign]
+    router = make_router(first, second, busy, **FREQUENT_PROBES)
     assert [router.chat(model="a").status_code for _ in range(4)] == [200] * 4
     assert (len(first.received), len(busy.received)) == (4, 0)
     hang[0] = False
-    wait_until(lambda: names_served(router)[2] == ["a"], "its answer")
+    wait_until(lambda: list_models(router)[2] == ["a"], "the list of its models")
     assert [router.chat(model="a").status_code for _ in range(4)] == [200] * 4
     assert busy.received
 
 
-def test_an_adapter_that_was_loaded_is_found_after_a_request_for_it(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_newly_loaded_adapter_is_found_after_a_request_for_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     with_adapter, without = start_mixed(stand_in, ("m",), ("m", "other"))
-    router = make_router(with_adapter, without, **SOON)
+    router = make_router(with_adapter, without, **FREQUENT_PROBES)
     assert router.chat(model="lora").status_code == 404
     with_adapter.models = ("m", "lora")
     wait_until(lambda: router.chat(model="lora").status_code == 200, "the adapter")
@@ -287,22 +289,24 @@ def test_an_adapter_that_was_loaded_is_found_after_a_request_for_it(
     assert (set(count_models(with_adapter)), set(count_models(without))) == ({"lora"}, set())
 
 
-def test_models_are_asked_again_now_and_then(
+def test_models_are_requested_again_after_an_interval(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (instance,) = start_mixed(stand_in, ("m",))
-    router = make_router(instance, **SOON)
+    router = make_router(instance, **FREQUENT_PROBES)
     asked, probes = instance.models_asked, instance.probes
     wait_until(lambda: instance.probes > probes + 2, "some probes")
     assert instance.models_asked == asked == 1
     monkeypatch.setattr(health, "MODELS_SECONDS", 0.0)
     instance.models = ("m", "lora")
-    wait_until(lambda: names_served(router) == [["lora", "m"]], "the adapter")
+    wait_until(lambda: list_models(router) == [["lora", "m"]], "the adapter")
 
 
-def test_one_that_comes_back_is_asked_before_it_is_chosen(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_instance_that_returns_is_asked_for_its_models_before_it_is_chosen(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
     first, second = start_mixed(stand_in, ("a",), ("b",))
-    router = make_router(first, second, **SOON)
+    router = make_router(first, second, **FREQUENT_PROBES)
     second.stop()
     assert router.chat(model="b").status_code == 502
     second.models = ("c",)
@@ -311,16 +315,16 @@ def test_one_that_comes_back_is_asked_before_it_is_chosen(make_router: MakeRoute
     assert router.chat(model="b").status_code == 404
 
 
-def test_what_only_instances_that_are_gone_served_goes_to_no_other(
+def test_a_request_for_a_model_of_removed_instances_goes_to_no_other(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     first, second = start_mixed(stand_in, ("a",), ("b",))
-    router = make_router(first, **SOON, heartbeat_expiry_secs=1.0)
+    router = make_router(first, **FREQUENT_PROBES, heartbeat_expiry_secs=1.0)
     second.register(router.url)
     second.stop()
     for instance in router.app.registry:
         instance.permanent = instance.key == first.key
-    wait_until(lambda: len(names_served(router)) == 1, "it to be forgotten")
+    wait_until(lambda: len(list_models(router)) == 1, "its removal")
     error = router.chat(model="b").json()["error"]
     assert (error["message"], error["code"]) == (
         "no instance serves the model 'b' any more; the instances that served it are gone",
@@ -333,7 +337,7 @@ def test_what_only_instances_that_are_gone_served_goes_to_no_other(
     assert router.chat(model="b").status_code == 200
 
 
-def test_a_registration_may_name_the_models_itself(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_registration_can_name_the_models(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     (silent, other) = start_mixed(stand_in, None, ("b",))
     router = make_router(other)
     silent.register(router.url, models=["a"])
@@ -342,7 +346,9 @@ def test_a_registration_may_name_the_models_itself(make_router: MakeRouter, stan
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/transcriptions"])
-def test_other_requests_go_by_their_model_too(make_router: MakeRouter, stand_in: MakeStandIn, path: str) -> None:
+def test_other_requests_go_to_instances_of_their_model(
+    make_router: MakeRouter, stand_in: MakeStandIn, path: str
+) -> None:
     first, second = start_mixed(stand_in, ("a",), ("b",))
     router = make_router(first, second)
     for _ in range(3):
@@ -357,30 +363,34 @@ def test_other_requests_go_by_their_model_too(make_router: MakeRouter, stand_in:
 class TestAliases:
     """``--model-alias NAME=MODEL``."""
 
-    def test_the_instance_gets_the_models_own_name(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_the_instance_gets_the_name_of_the_model(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         first, second = start_mixed(stand_in, ("Qwen/Qwen3-8B",), ("b",))
         router = make_router(first, second, model_alias=("chat=Qwen/Qwen3-8B",))
         assert router.chat(model="chat", seed=1).status_code == 200
         assert (first.received[0].json["model"], first.received[0].json["seed"]) == ("Qwen/Qwen3-8B", 1)
         assert second.received == []
 
-    def test_other_requests_may_use_it_too(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_other_requests_can_use_an_alias(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         first, second = start_mixed(stand_in, ("bge",), ("whisper",))
-        router = make_router(first, second, model_alias=("embed=bge", "hear=whisper"))
+        router = make_router(first, second, model_alias=("embed=bge", "speech=whisper"))
         sent = {"model": "embed", "input": "x"}
         assert router.client.post("/v1/embeddings", json=sent).status_code == 200
         assert first.received[0].json == {"model": "bge", "input": "x"}
-        form = {"data": {"model": "hear"}, "files": {"file": ("a.wav", bytes(100))}}
+        form = {"data": {"model": "speech"}, "files": {"file": ("a.wav", bytes(100))}}
         assert router.client.post("/v1/audio/transcriptions", **form).status_code == 200  # type: ignore[arg-type]
         assert b'name="model"\r\n\r\nwhisper\r\n' in second.received[0].body
 
-    def test_it_holds_for_a_single_model_too(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_an_alias_is_replaced_if_there_is_only_one_model(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
         (instance,) = start_mixed(stand_in, ("m",))
         router = make_router(instance, model_alias=("chat=m",))
         assert [router.chat(model=name).status_code for name in ("chat", "other")] == [200, 200]
         assert count_models(instance) == {"m": 1, "other": 1}
 
-    def test_a_prompt_has_one_prefix_by_either_name(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_a_prompt_has_the_same_prefix_under_both_names(
+        self, make_router: MakeRouter, stand_in: MakeStandIn
+    ) -> None:
         (instance,) = start_mixed(stand_in, ("m",))
         router = make_router(instance, model_alias=("chat=m",))
         messages = [{"role": "user", "content": "again and again " * 200}]
@@ -388,18 +398,18 @@ class TestAliases:
         assert cached[0] == "pool_aware; cached=0"
         assert cached[1] != "pool_aware; cached=0"
 
-    def test_a_misspelt_one_is_told(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_a_misspelt_alias_is_reported(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         router = make_router(*start_mixed(stand_in, ("a",), ("b",)), model_alias=("assistant=a",))
         assert "did you mean assistant?" in router.chat(model="asistant").json()["error"]["message"]
 
-    def test_it_is_listed_beside_its_model(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_an_alias_is_listed_with_its_model(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         router = make_router(*start_mixed(stand_in, ("a",)), model_alias=("chat=a", "nothing=b"))
         with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") as client:
             assert [model.id for model in client.models.list()] == ["a", "chat"]
             assert client.models.retrieve("chat").id == "chat"
 
 
-def test_openais_client_lists_all_models_and_is_told_of_a_misspelt_one(
+def test_openais_client_lists_all_models_and_gets_an_error_for_a_misspelt_one(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     router = make_router(*start_mixed(stand_in, ("a", "lora"), ("b",)))
@@ -413,13 +423,13 @@ def test_openais_client_lists_all_models_and_is_told_of_a_misspelt_one(
 def test_equal_prompts_of_two_models_share_no_prefix(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(*start_mixed(stand_in, ("a",), ("b",)))
     messages = [{"role": "user", "content": "again and again " * 200}]
-    told = [router.chat(model=name, messages=messages).headers["x-router-decision"] for name in ("a", "b", "a")]
-    assert told[:2] == ["pool_aware; cached=0"] * 2
-    assert told[2] != "pool_aware; cached=0"
+    decisions = [router.chat(model=name, messages=messages).headers["x-router-decision"] for name in ("a", "b", "a")]
+    assert decisions[:2] == ["pool_aware; cached=0"] * 2
+    assert decisions[2] != "pool_aware; cached=0"
 
 
-def test_models_take_turns_of_their_own(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    """Requests that alternate would otherwise always find the same of two instances next."""
+def test_each_model_has_its_own_turn_of_round_robin(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    """With one turn for all models, alternating requests would always get the same one of two instances."""
     instances = start_mixed(stand_in, ("a",), ("a",), ("b",), ("b",))
     router = make_router(*instances, policy="round_robin")
     for number in range(16):
@@ -427,7 +437,9 @@ def test_models_take_turns_of_their_own(make_router: MakeRouter, stand_in: MakeS
     assert [len(each.received) for each in instances] == [4] * 4
 
 
-def test_a_failed_request_is_tried_again_at_its_model_only(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_failed_request_is_retried_only_at_instances_of_its_model(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
     broken, good, other = start_mixed(stand_in, ("a",), ("a",), ("b",))
     broken.behave = answers(500)
     router = make_router(broken, good, other)
@@ -440,10 +452,10 @@ def test_a_failed_request_is_tried_again_at_its_model_only(make_router: MakeRout
 class TestWorkers:
     """Two processes of one router."""
 
-    def test_what_one_has_asked_the_other_knows(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    def test_both_know_the_models_after_one_has_asked(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         instances = start_mixed(stand_in, ("a",), ("b",))
         _, second = make_router(*instances, workers=2).workers
-        assert names_served(second) == [["a"], ["b"]]
+        assert list_models(second) == [["a"], ["b"]]
         assert [each.models_asked for each in instances] == [1, 1]
         assert second.chat(model="c").status_code == 404
         assert second.chat(model="b").status_code == 200
@@ -455,13 +467,13 @@ class TestWorkers:
         instances = start_mixed(stand_in, ("a",), ("b",))
         first, second = make_router(*instances, workers=2).workers
         instances[1].models = ("c",)
-        instances[1].register(first.url, connector_port=9)  # a process of its own
+        instances[1].register(first.url, connector_port=9)  # another process
         for worker in (first, second):
             assert worker.chat(model="c").status_code == 200
             assert worker.chat(model="b").status_code == 404
 
 
-def test_a_restarted_router_knows_the_models_before_it_has_asked(
+def test_a_restarted_router_knows_the_models_before_it_requests_them(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Any
 ) -> None:
     instances = start_mixed(stand_in, ("a",), ("b",))

@@ -1,4 +1,4 @@
-"""Pairing: which two instances fit each other, and what each is told of the other."""
+"""Pairing: the conditions under which two instances can be a pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.router.fleet.registrations import registration
 @pytest.mark.parametrize(
     ("prefill", "decode", "fits"), [(1, 1, True), (4, 4, True), (4, 1, True), (1, 4, False), (4, 2, False)]
 )
-def test_tp_sizes_are_equal_or_decodes_is_one(prefill: int, decode: int, fits: bool) -> None:
+def test_tp_sizes_are_equal_or_that_of_decode_is_one(prefill: int, decode: int, fits: bool) -> None:
     assert can_decode_for(prefill, {decode}) is fits
 
 
@@ -34,7 +34,7 @@ def test_tp_sizes_are_equal_or_decodes_is_one(prefill: int, decode: int, fits: b
         ({"engine": "vllm"}, {"engine": "vllm", "kv_connector": "mooncake"}, False),
     ],
 )
-def test_a_pair_is_of_one_engine_and_version_and_fitting_size_and_connected_if_it_connects_ahead(
+def test_a_pair_has_one_engine_version_and_connector_and_fitting_sizes_and_is_connected(
     prefill: dict[str, Any], decode: dict[str, Any], paired: bool
 ) -> None:
     one, other = registration(role="prefill", **prefill), registration(port=52501, **decode)

@@ -1,4 +1,4 @@
-"""The register file: FastDeploy's Go router's form, and one sentence for every mistake."""
+"""The register file: the form of FastDeploy's Go router, and one sentence for each error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.router.stand_in import LoopThread, StandIn
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
-# As in FastDeploy's golang_router/examples, with the lists of the second entry as text.
+# From FastDeploy's golang_router/examples, but the second entry has its lists as text.
 EXAMPLE = """
 instances:
   - role: "prefill"
@@ -46,23 +46,21 @@ def test_the_go_routers_example_is_read(tmp_path: Path) -> None:
     assert (decode.transfer_protocol, decode.rdma_ports) == (("ipc", "rdma"), ("7100", "7101"))
 
 
-def test_tp_size_is_the_number_of_devices_as_the_go_router_takes_it(tmp_path: Path) -> None:
+def test_tp_size_is_the_number_of_devices_as_in_the_go_router(tmp_path: Path) -> None:
     assert [entry.tp_size for entry in read_register_file(write(tmp_path, EXAMPLE))] == [2, 1]
 
 
-def test_an_instance_of_another_engine_says_so(tmp_path: Path) -> None:
+def test_an_entry_can_name_another_engine(tmp_path: Path) -> None:
     entry = "{role: prefill, host_ip: a, port: 1, engine: sglang, bootstrap_port: 9001}"
     (prefill,) = read_register_file(write(tmp_path, f"instances: [{entry}]"))
     assert (prefill.engine, prefill.bootstrap_port) == (EngineKind.SGLANG, 9001)
 
 
-def test_names_that_nobody_knows_are_told_once_and_have_no_effect(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_fields_have_no_effect_and_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     entries = [f"{{role: mixed, host_ip: a, port: {port}, conector_port: 5}}" for port in (1, 2)]
     text = f"instances: [{', '.join(entries)}]\nowner: x\n"
     assert [entry.connector_port for entry in read_register_file(write(tmp_path, text))] == [None, None]
-    # Routers of earlier tests may still be ending, and log it.
+    # Routers of earlier tests may still log their end.
     (record,) = [each for each in caplog.records if each.name == "router.fleet.register_file"]
     assert record.getMessage().endswith(
         "register.yaml: unknown fields of an instance have no effect: owner, conector_port "
@@ -71,12 +69,12 @@ def test_names_that_nobody_knows_are_told_once_and_have_no_effect(
 
 
 @pytest.mark.parametrize("text", ["instances:", "instances: []"])
-def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
+def test_a_file_can_be_without_instances(tmp_path: Path, text: str) -> None:
     assert read_register_file(write(tmp_path, text)) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "must have 'instances:'"),
         ("[1]", "must have 'instances:'"),
@@ -99,21 +97,21 @@ def test_a_file_may_name_no_instances(tmp_path: Path, text: str) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_sentence_that_names_the_entry_and_the_field(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_is_one_sentence_with_the_entry_and_the_field(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(SettingsError) as refused:
         read_register_file(path)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"register\.yaml: No such file or directory"):
         read_register_file(tmp_path / "register.yaml")
 
 
-def test_the_go_router_starts_without_the_file_and_says_so(
+def test_in_the_go_routers_dialect_a_missing_file_is_a_warning(
     tmp_path: Path, make_router: MakeRouter, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "register.yaml"
@@ -124,30 +122,32 @@ def test_the_go_router_starts_without_the_file_and_says_so(
         make_router(register_path=str(path))
 
 
-def test_an_entry_whose_role_the_mode_does_not_take_is_a_mistake(tmp_path: Path, make_router: MakeRouter) -> None:
+def test_an_entry_with_a_role_that_the_mode_does_not_accept_is_an_error(
+    tmp_path: Path, make_router: MakeRouter
+) -> None:
     path = write(tmp_path, "instances: [{role: decode, host_ip: a, port: 1}]")
     with pytest.raises(SettingsError, match=r"instances\[0\]: role is 'decode', but this router runs without"):
         make_router(register_path=str(path))
 
 
-def names(*instances: StandIn) -> str:
+def list_in_file(*instances: StandIn) -> str:
     entries = (f"{{role: {i.role}, host_ip: 127.0.0.1, port: {i.port}}}" for i in instances)
     return f"instances: [{', '.join(entries)}]"
 
 
-def test_instances_of_the_file_serve_without_registering(
+def test_instances_of_the_file_serve_without_a_registration(
     tmp_path: Path, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
-    router = make_router(register_path=str(write(tmp_path, names(stand_in()))))
+    router = make_router(register_path=str(write(tmp_path, list_in_file(stand_in()))))
     wait_until(lambda: router.chat().status_code == 200, "an answer")
 
 
-def test_an_instance_of_the_file_is_there_when_it_comes_and_never_forgotten(
+def test_an_instance_of_the_file_is_healthy_when_it_starts_and_is_never_removed(
     tmp_path: Path, make_router: MakeRouter, thread: LoopThread
 ) -> None:
     late = StandIn("mixed", thread, port=free_port())
     settings = {"health_check_interval_secs": 0.05, "heartbeat_expiry_secs": 0.1}
-    router = make_router(register_path=str(write(tmp_path, names(late))), **settings)
+    router = make_router(register_path=str(write(tmp_path, list_in_file(late))), **settings)
 
     def state() -> object:
         return [entry["state"] for entry in router.client.get("/registered").json()["mixed"]]
@@ -155,7 +155,7 @@ def test_an_instance_of_the_file_is_there_when_it_comes_and_never_forgotten(
     wait_until(lambda: "Connection refused" in router.chat().text, "a probe that fails")
     try:
         late.start()
-        wait_until(lambda: state() == ["healthy"], "the instance to be taken")
+        wait_until(lambda: state() == ["healthy"], "the instance to be healthy")
     finally:
         late.stop()
     wait_until(lambda: state() == ["unhealthy"], "the probes to fail")

@@ -1,4 +1,4 @@
-"""Registrations as FastDeploy's instances send them."""
+"""Registrations in the form of FastDeploy's instances."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _nested(depth: int) -> Any:
     return [_nested(depth - 1)] if depth else []
 
 
-def test_everything_fastdeploy_sends_is_understood() -> None:
+def test_all_fields_of_fastdeploy_are_parsed() -> None:
     parsed = registration()
     assert (parsed.role, parsed.key, parsed.connector_port) == (Role.DECODE, "10.0.0.1:52500", "8002")
     assert (parsed.rdma_ports, parsed.device_ids, parsed.tp_size) == (("7100", "7101"), ("0", "1"), 2)
@@ -31,12 +31,12 @@ def test_role_host_and_port_are_enough() -> None:
     )
 
 
-def test_unknown_fields_are_kept() -> None:
+def test_unknown_fields_are_retained() -> None:
     assert registration(gpu="H800").fields["gpu"] == "H800"
 
 
 @pytest.mark.parametrize(
-    ("field", "given", "understood"),
+    ("field", "given", "parsed_value"),
     [
         ("connector_port", 8002, "8002"),
         ("connector_port", "8002", "8002"),
@@ -79,13 +79,13 @@ def test_unknown_fields_are_kept() -> None:
         ("host_ip", "a-name", "a-name"),
     ],
 )
-def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understood: Any) -> None:
+def test_numbers_texts_and_lists_are_accepted(field: str, given: Any, parsed_value: Any) -> None:
     parsed = registration(**{field: given})
-    assert (parsed.address.host if field == "host_ip" else getattr(parsed, field)) == understood
+    assert (parsed.address.host if field == "host_ip" else getattr(parsed, field)) == parsed_value
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"role": "encode"}, "role is 'encode'; it must be one of 'mixed', 'prefill', 'decode'"),
         ({"role": None}, "role is None"),
@@ -137,10 +137,10 @@ def test_numbers_texts_and_lists_are_all_taken(field: str, given: Any, understoo
         ({"gpu": _nested(252)}, "'gpu' cannot be encoded as JSON: Recursion limit reached"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_a_wrong_value_is_refused_with_the_name_of_its_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RegistrationError) as refused:
         registration(**changes)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, Any], said: s
         *(("start_id", "another"), ("kv_events", {"endpoint": "tcp://10.0.0.1:5557"})),
     ],
 )
-def test_a_registration_that_differs_in_what_a_process_keeps_is_of_another_one(field: str, given: Any) -> None:
+def test_a_difference_in_a_fixed_field_means_another_process(field: str, given: Any) -> None:
     assert registration(**{field: given}).identity != registration().identity
 
 
-def test_a_registration_that_differs_in_what_may_change_is_of_the_same_process() -> None:
+def test_a_difference_in_a_variable_field_means_the_same_process() -> None:
     other = registration(is_paused=True, connected_decodes=["10.0.0.2:1"], models=["m"], gpu="H800")
     assert other.identity == registration().identity

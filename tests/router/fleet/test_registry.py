@@ -1,4 +1,4 @@
-"""Registry: whom it takes, how it updates and forgets instances, and whom it tells."""
+"""Registry: the accepted roles, updates and removals of instances, and events for subscribers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.router.fleet.registrations import registration
 
 
 @pytest.mark.parametrize(
-    ("splitwise", "role", "taken"),
+    ("splitwise", "role", "is_accepted"),
     [
         (True, "prefill", True),
         (True, "decode", True),
@@ -21,16 +21,16 @@ from tests.router.fleet.registrations import registration
         (False, "decode", False),
     ],
 )
-def test_each_mode_takes_its_roles(splitwise: bool, role: str, taken: bool) -> None:
+def test_each_mode_accepts_its_roles(splitwise: bool, role: str, is_accepted: bool) -> None:
     registry = Registry(splitwise)
-    if taken:
+    if is_accepted:
         registry.check_role(Role(role))
     else:
         with pytest.raises(RegistrationError, match=f"role is '{role}'"):
             registry.check_role(Role(role))
 
 
-def test_registering_again_updates_in_place_and_keeps_the_load() -> None:
+def test_a_second_registration_updates_the_instance_and_retains_its_load() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
     instance.load.requests, instance.load.tokens = 1, 10
@@ -39,7 +39,7 @@ def test_registering_again_updates_in_place_and_keeps_the_load() -> None:
     assert (again.role, again.registration.version, again.load.requests) == (Role.PREFILL, "v2", 1)
 
 
-def test_an_instance_whose_heartbeat_stops_is_forgotten() -> None:
+def test_an_instance_without_heartbeats_is_removed() -> None:
     registry = Registry(splitwise=True)
     for now in (0.0, 5.0, 10.0):
         instance = registry.register(registration(), now)
@@ -49,7 +49,7 @@ def test_an_instance_whose_heartbeat_stops_is_forgotten() -> None:
     assert list(registry) == []
 
 
-def test_an_instance_that_registered_once_stays_as_long_as_it_is_healthy() -> None:
+def test_an_instance_that_registered_once_stays_while_it_is_healthy() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
     instance.record_passed_probe(100.0, threshold=1)
@@ -57,14 +57,14 @@ def test_an_instance_that_registered_once_stays_as_long_as_it_is_healthy() -> No
     assert registry.forget_silent(now=131.0, expiry=30.0) == [instance]
 
 
-def test_one_that_is_expected_is_healthy_after_its_first_good_probe() -> None:
+def test_a_known_instance_is_healthy_after_its_first_passed_probe() -> None:
     instance = Registry(splitwise=True).add_known_instance(registration(), now=0.0, permanent=False)
     assert (instance.state, instance.is_available) == ("unhealthy", False)
     instance.record_passed_probe(1.0, threshold=3)
     assert (instance.state, instance.is_available) == ("healthy", True)
 
 
-def test_one_that_has_answered_once_needs_as_many_good_probes_as_any_other() -> None:
+def test_a_known_instance_needs_the_usual_passed_probes_after_its_first_answer() -> None:
     instance = Registry(splitwise=True).add_known_instance(registration(), now=0.0, permanent=False)
     instance.record_passed_probe(1.0, threshold=2)
     instance.mark_unhealthy("it refused a connection")
@@ -74,7 +74,7 @@ def test_one_that_has_answered_once_needs_as_many_good_probes_as_any_other() -> 
     assert instance.healthy
 
 
-def test_a_permanent_instance_is_never_forgotten() -> None:
+def test_a_permanent_instance_is_never_removed() -> None:
     registry = Registry(splitwise=True)
     instance = registry.add_known_instance(registration(), now=0.0, permanent=True)
     registry.register(registration(), now=1.0)
@@ -82,7 +82,7 @@ def test_a_permanent_instance_is_never_forgotten() -> None:
     assert list(registry) == [instance]
 
 
-def test_a_heartbeat_that_says_nothing_new_changes_nothing() -> None:
+def test_a_heartbeat_without_changes_has_no_effect() -> None:
     registry = Registry(splitwise=True)
     registry.register(registration(), now=0.0)
     before = registry.events.generation
@@ -90,7 +90,7 @@ def test_a_heartbeat_that_says_nothing_new_changes_nothing() -> None:
     assert registry.events.generation == before
 
 
-def test_subscribers_are_told_of_lost_caches_and_of_failures() -> None:
+def test_subscribers_get_lost_caches_and_failures() -> None:
     registry = Registry(splitwise=True)
     lost: list[str] = []
     failed: list[Instance] = []
@@ -105,17 +105,17 @@ def test_subscribers_are_told_of_lost_caches_and_of_failures() -> None:
     assert (lost, failed) == ([instance.key], [instance])
 
 
-def test_subscribers_are_told_once_that_an_instance_has_trouble() -> None:
+def test_subscribers_get_an_unhealthy_instance_once() -> None:
     registry = Registry(splitwise=True)
-    troubled: list[Instance] = []
-    registry.events.troubles.subscribe(troubled.append)
+    unhealthy: list[Instance] = []
+    registry.events.troubles.subscribe(unhealthy.append)
     instance = registry.register(registration(), now=0.0)
     for _ in range(2):
         instance.mark_unhealthy("it refused a connection")
-    assert troubled == [instance]
+    assert unhealthy == [instance]
 
 
-def test_seconds_that_are_excused_are_nobodys_silence() -> None:
+def test_excused_seconds_do_not_count_as_silence() -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
     registry.excuse_silence(10.0)
@@ -126,11 +126,11 @@ def test_seconds_that_are_excused_are_nobodys_silence() -> None:
     assert registry.forget_silent(now=41.0, expiry=30.0) == [instance]
 
 
-def test_a_change_is_said_once_by_whoever_says_it_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_is_logged_once_and_not_if_another_process_logged_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     registry = Registry(splitwise=True)
-    said: list[Instance] = []
-    registry.events.logged.subscribe(said.append)
+    logged: list[Instance] = []
+    registry.events.logged.subscribe(logged.append)
     instance = registry.register(registration(), now=0.0)
     instance.log_change("health", 30, "is unhealthy", "why")
     instance.log_change("health", 30, "is unhealthy", "why else")
@@ -142,10 +142,10 @@ def test_a_change_is_said_once_by_whoever_says_it_first(caplog: pytest.LogCaptur
         (20, f"decode instance {instance.key} is healthy again"),
         (30, f"decode instance {instance.key} is unhealthy"),
     ]
-    assert said == [instance] * 3
+    assert logged == [instance] * 3
 
 
-def test_with_an_instance_that_is_added_or_removed_others_may_be_chosen() -> None:
+def test_adding_or_removing_an_instance_changes_the_generation() -> None:
     registry = Registry(splitwise=True)
     before = registry.events.generation
     instance = registry.register(registration(), now=0.0)

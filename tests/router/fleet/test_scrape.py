@@ -1,4 +1,4 @@
-"""What instances say of their own load.
+"""The load that instances report in their metrics.
 
 The names are those of FastDeploy (``fastdeploy/metrics/metrics.py``), vLLM (``vllm/v1/metrics/loggers.py``) and SGLang
 (``python/sglang/srt/observability/metrics_collector.py``).
@@ -40,7 +40,7 @@ def load_of(router: RouterUnderTest, instance: StandIn) -> InstanceLoad:
     return registered.load
 
 
-def test_figures_are_read_in_the_background_where_a_policy_wants_them(
+def test_figures_are_read_in_the_background_if_a_policy_needs_them(
     monkeypatch: pytest.MonkeyPatch, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     monkeypatch.setattr(scrape, "WANTED_BY", frozenset({"random"}))
@@ -49,7 +49,7 @@ def test_figures_are_read_in_the_background_where_a_policy_wants_them(
     load = load_of(router, instance)
     wait_until(lambda: (load.running, load.waiting) == (3, 4), "the instance's figures")
     instance.behave = answers(500, b"no")
-    wait_until(lambda: (load.running, load.waiting) == (None, None), "the figures to be forgotten")
+    wait_until(lambda: (load.running, load.waiting) == (None, None), "the figures to be unknown")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_figures_are_read_in_the_background_where_a_policy_wants_them(
     ],
     ids=["fastdeploy", "vllm-two-ranks", "same-figures-twice", "sglang", "half", "nan", "infinite", "no-number"],
 )
-def test_figures_of_each_engine_are_read_and_anything_else_is_not_known(
+def test_figures_of_each_engine_are_read_and_invalid_figures_are_unknown(
     make_router: MakeRouter, stand_in: MakeStandIn, behave: Behaviour, read: tuple[int | None, int | None]
 ) -> None:
     instance = stand_in("mixed", behave)
@@ -76,7 +76,9 @@ def test_figures_of_each_engine_are_read_and_anything_else_is_not_known(
     assert (load.running, load.waiting) == read
 
 
-def test_an_instance_that_does_not_answer_is_not_known(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_figures_of_an_instance_that_does_not_answer_are_unknown(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
     instance = stand_in("mixed", answers(200, FASTDEPLOY))
     router = make_router(instance)
     load = load_of(router, instance)
@@ -86,7 +88,7 @@ def test_an_instance_that_does_not_answer_is_not_known(make_router: MakeRouter, 
     assert (load.running, load.waiting) == (None, None)
 
 
-def test_figures_are_asked_for_at_the_metrics_port(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_figures_are_requested_at_the_metrics_port(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance, figures = stand_in(), stand_in("mixed", answers(200, FASTDEPLOY))
     router = make_router()
     instance.register(router.url, metrics_port=figures.port)
@@ -108,5 +110,5 @@ def test_only_a_policy_in_use_counts(monkeypatch: pytest.MonkeyPatch, settings: 
     assert Scraper(settings, Registry(settings.splitwise), ConnectionPool()).wanted is wanted
 
 
-def test_the_policies_that_want_figures_exist() -> None:
+def test_the_policies_that_need_figures_exist() -> None:
     assert set(POLICIES) >= scrape.WANTED_BY

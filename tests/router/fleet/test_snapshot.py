@@ -1,4 +1,4 @@
-"""The snapshot: what a restarted router has from its predecessor, and what it does with one it cannot use."""
+"""The snapshot: a restarted router restores it, and does not use a damaged or foreign one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.support.waiting import wait_until
 
 
-class Remembers:
-    """A policy, as far as a snapshot cares, that has learned something."""
+class DumpingPolicy:
+    """A policy with only the methods that a snapshot uses."""
 
     def __init__(self, learned: bytes = b"") -> None:
         self.learned = learned
@@ -54,7 +54,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "snapshot"
 
 
-def test_instances_come_back_as_they_registered_but_unproven(path: Path) -> None:
+def test_instances_are_restored_with_their_registrations_but_as_unhealthy(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for _ in range(2):
         before.register(mixed(1, version="v", gpu="H800", engine="vllm", kv_connector="kvstore"), now=0.0)
@@ -72,7 +72,7 @@ def test_instances_come_back_as_they_registered_but_unproven(path: Path) -> None
     assert (first.state, first.weight(51.0)) == ("healthy", 1.0)
 
 
-def test_an_operators_orders_outlive_the_router(path: Path) -> None:
+def test_an_operators_orders_are_restored(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     before.register(mixed(1), now=0.0).set_pause(True)
     before.register(mixed(2), now=0.0).set_share(0.25)
@@ -83,13 +83,13 @@ def test_an_operators_orders_outlive_the_router(path: Path) -> None:
     assert [each.drains_until_restart for each in after] == [False, False, True]
 
 
-def test_orders_of_which_other_routers_have_told_are_later_than_the_files(path: Path) -> None:
+def test_orders_from_other_routers_replace_those_of_the_file(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     before.register(mixed(1), now=0.0).set_draining(True)
     snapshot(path, before).save()
-    told = after.add_known_instance(mixed(1), now=0.0, permanent=False)
+    reported = after.add_known_instance(mixed(1), now=0.0, permanent=False)
     snapshot(path, after).restore(now=0.0)
-    assert not told.draining
+    assert not reported.draining
 
 
 def test_a_file_of_an_earlier_version_has_no_pause_and_no_weight(path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_file_of_an_earlier_version_has_no_pause_and_no_weight(path: Path) -> 
 @pytest.mark.parametrize(
     "damage", [{"weight": 2}, {"weight": -1}, {"weight": None}, {"weight": "x"}, {"ordered": ["x", 1]}], ids=str
 )
-def test_a_file_with_an_impossible_weight_or_version_of_orders_is_left_aside(
+def test_a_file_with_a_wrong_weight_or_version_of_orders_is_not_used(
     path: Path, caplog: pytest.LogCaptureFixture, damage: dict[str, object]
 ) -> None:
     flags = {"has_heartbeat": True, "permanent": False, "draining": True}
@@ -115,7 +115,7 @@ def test_a_file_with_an_impossible_weight_or_version_of_orders_is_left_aside(
     assert not list(registry)
 
 
-def test_an_instance_that_sent_heartbeats_is_forgotten_if_it_sends_no_more(path: Path) -> None:
+def test_a_restored_instance_with_heartbeats_is_removed_if_it_sends_no_more(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for _ in range(2):
         before.register(mixed(1), now=0.0)
@@ -125,53 +125,57 @@ def test_an_instance_that_sent_heartbeats_is_forgotten_if_it_sends_no_more(path:
     assert len(after.forget_silent(now=81.0, expiry=30.0)) == 1
 
 
-def test_what_the_register_file_says_now_counts(path: Path) -> None:
+def test_the_current_register_file_replaces_the_registrations_of_the_snapshot(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     for port in (1, 2):
         before.add_known_instance(mixed(port), now=0.0, permanent=True).set_draining(True)
     snapshot(path, before).save()
-    kept = after.add_known_instance(mixed(1, version="new"), now=0.0, permanent=True)
+    expected = after.add_known_instance(mixed(1, version="new"), now=0.0, permanent=True)
     snapshot(path, after).restore(now=0.0)
-    assert list(after) == [kept]
-    assert (kept.registration.version, kept.draining) == ("new", True)
+    assert list(after) == [expected]
+    assert (expected.registration.version, expected.draining) == ("new", True)
 
 
 @given(learned=st.binary())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_policy_gets_back_what_it_dumped(path: Path, learned: bytes) -> None:
-    snapshot(path, policy=Remembers(learned)).save()
-    policy = Remembers()
+def test_a_policy_gets_its_own_dump(path: Path, learned: bytes) -> None:
+    snapshot(path, policy=DumpingPolicy(learned)).save()
+    policy = DumpingPolicy()
     snapshot(path, policy=policy).restore(now=0.0)
     assert policy.learned == learned
 
 
-def test_what_another_policy_dumped_is_not_given_to_this_one(path: Path) -> None:
-    class Other(Remembers):
+def test_a_policy_does_not_get_the_dump_of_another_policy(path: Path) -> None:
+    class Other(DumpingPolicy):
         pass
 
     snapshot(path, policy=Other(b"x")).save()
-    policy = Remembers()
+    policy = DumpingPolicy()
     snapshot(path, policy=policy).restore(now=0.0)
     assert policy.learned == b""
 
 
-def test_a_policy_that_remembers_nothing_is_left_alone(path: Path) -> None:
+def test_a_policy_without_a_dump_is_ignored(path: Path) -> None:
     snapshot(path, policy=object()).save()
-    snapshot(path, policy=Remembers()).restore(now=0.0)
+    snapshot(path, policy=DumpingPolicy()).restore(now=0.0)
 
 
-def test_a_damaged_memory_does_not_cost_the_instances(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_dump_of_a_policy_does_not_prevent_the_restore_of_instances(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     before.register(mixed(1), now=0.0)
-    snapshot(path, before, Remembers(b"\x00damaged")).save()
-    snapshot(path, after, Remembers()).restore(now=0.0)
+    snapshot(path, before, DumpingPolicy(b"\x00damaged")).save()
+    snapshot(path, after, DumpingPolicy()).restore(now=0.0)
     assert len(list(after)) == 1
     assert "of the mixed policy in the snapshot" in caplog.text
     assert "is not used: it is damaged" in caplog.text
 
 
-def test_a_memory_that_fails_in_an_unforeseen_way_ends_no_start(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(Remembers):
+def test_an_unexpected_failure_of_a_policys_dump_does_not_prevent_the_restore(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(DumpingPolicy):
         def load_dump(self, data: bytes) -> None:
             struct.unpack("<I", data[:1])
 
@@ -183,9 +187,7 @@ def test_a_memory_that_fails_in_an_unforeseen_way_ends_no_start(path: Path, capl
     assert "of the mixed policy in the snapshot" in caplog.text
 
 
-def test_it_is_readable_to_its_user_alone_and_nothing_that_stands_in_its_way_is_followed(
-    path: Path, tmp_path: Path
-) -> None:
+def test_only_its_user_can_read_the_file_and_writing_follows_no_symbolic_link(path: Path, tmp_path: Path) -> None:
     other, new = tmp_path / "other", path.with_name(path.name + ".new")
     other.write_text("another's")
     new.symlink_to(other)
@@ -196,9 +198,7 @@ def test_it_is_readable_to_its_user_alone_and_nothing_that_stands_in_its_way_is_
     assert other.read_text() == "another's"
 
 
-def test_it_is_on_the_disk_before_it_takes_the_place_of_the_last_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_flushed_before_it_replaces_the_previous_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -217,19 +217,19 @@ def test_it_is_on_the_disk_before_it_takes_the_place_of_the_last_one(
 
 
 @pytest.mark.parametrize(
-    ("boot", "since_boot", "taken"), [("a", 1600.0, True), ("a", 1601.0, False), ("b", 5.0, False)]
+    ("boot", "since_boot", "is_used"), [("a", 1600.0, True), ("a", 1601.0, False), ("b", 5.0, False)]
 )
-def test_its_age_is_told_by_no_clock_that_may_be_set_if_the_machine_was_not_started_since(
-    path: Path, boot: str, since_boot: float, taken: bool
+def test_its_age_is_measured_with_the_time_since_boot_and_after_a_reboot_with_the_clock(
+    path: Path, boot: str, since_boot: float, is_used: bool
 ) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     before.register(mixed(1), now=0.0)
     Snapshot(path, before, {}, lambda: 5000.0, lambda: ("a", 1000.0)).save()
     Snapshot(path, after, {}, lambda: 0.0, lambda: (boot, since_boot)).restore(now=0.0)
-    assert bool(list(after)) is taken
+    assert bool(list(after)) is is_used
 
 
-def test_instances_of_roles_that_the_router_does_not_take_are_left_out(path: Path) -> None:
+def test_instances_with_roles_that_the_router_does_not_accept_are_ignored(path: Path) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     before.register(mixed(1, role="prefill"), now=0.0)
     before.register(mixed(2), now=0.0)
@@ -238,7 +238,7 @@ def test_instances_of_roles_that_the_router_does_not_take_are_left_out(path: Pat
     assert [each.key for each in after] == [mixed(2).key]
 
 
-def test_no_file_is_a_first_start_and_says_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_first_start_without_a_file_logs_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     snapshot(path).restore(now=0.0)
     assert caplog.text == ""
 
@@ -247,7 +247,7 @@ GOOD: dict[str, Any] = {"format": "kvrouter snapshot 1", "written_at": 1000.0, "
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "it is damaged"),
         (b"\x00\xff", "it is damaged"),
@@ -263,29 +263,29 @@ GOOD: dict[str, Any] = {"format": "kvrouter snapshot 1", "written_at": 1000.0, "
         (orjson.dumps({**GOOD, "policies": {}, "instances": [{"registration": {}}]}), "it is damaged: host_ip"),
     ],
 )
-def test_one_that_cannot_be_used_is_left_aside_with_one_line(
-    path: Path, caplog: pytest.LogCaptureFixture, content: bytes, said: str
+def test_an_unusable_snapshot_is_ignored_with_one_log_line(
+    path: Path, caplog: pytest.LogCaptureFixture, content: bytes, message: str
 ) -> None:
     path.write_bytes(content)
     registry = Registry(splitwise=False)
     snapshot(path, registry).restore(now=0.0)
     assert list(registry) == []
     (record,) = caplog.records
-    assert said in record.getMessage()
+    assert message in record.getMessage()
 
 
 @given(st.binary(max_size=60), st.integers(0, 200))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_damage_to_the_file_keeps_the_router_from_starting(path: Path, damage: bytes, at: int) -> None:
+def test_no_damage_of_the_file_prevents_a_start(path: Path, damage: bytes, at: int) -> None:
     before = Registry(splitwise=False)
     before.register(mixed(1), now=0.0)
-    snapshot(path, before, Remembers(b"learned")).save()
+    snapshot(path, before, DumpingPolicy(b"learned")).save()
     data = path.read_bytes()
     path.write_bytes(data[:at] + damage + data[at + len(damage) :])
-    snapshot(path, policy=Remembers()).restore(now=0.0)
+    snapshot(path, policy=DumpingPolicy()).restore(now=0.0)
 
 
-def test_a_file_of_others_is_not_replaced(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_no_snapshot_is_renamed_not_replaced(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.write_text("words")
     keeper = snapshot(path)
     keeper.restore(now=0.0)
@@ -301,7 +301,7 @@ def test_a_file_of_others_is_not_replaced(path: Path, caplog: pytest.LogCaptureF
     assert (aside.read_text(), aside.with_name(aside.name + "1").read_text()) == ("words", "more words")
 
 
-def test_one_that_cannot_be_written_is_said_and_does_no_harm(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_write_is_logged_and_leaves_no_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keeper = snapshot(path)
     path.mkdir()
     with caplog.at_level(logging.WARNING):
@@ -310,19 +310,19 @@ def test_one_that_cannot_be_written_is_said_and_does_no_harm(path: Path, caplog:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_folder_that_is_not_there_is_one_sentence_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="there is no folder"):
         snapshot(tmp_path / "nowhere" / "snapshot")
 
 
-def test_a_path_that_is_a_folder_is_one_sentence_at_the_start(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="which is a folder; it must be a file"):
         snapshot(tmp_path)
     with pytest.raises(SettingsError, match="which is a device or a pipe; it must be a file"):
         snapshot(Path("/dev/null"))
 
 
-def test_a_restarted_router_serves_before_any_heartbeat(
+def test_a_restarted_router_serves_before_the_first_heartbeat(
     path: Path, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
@@ -334,7 +334,7 @@ def test_a_restarted_router_serves_before_any_heartbeat(
     wait_until(lambda: second.chat().status_code == 200, "an answer")
 
 
-def test_an_order_is_written_at_once(path: Path, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_order_is_saved_at_once(path: Path, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in(), snapshot_path=str(path), snapshot_interval_secs=1000.0)
     (instance,) = router.app.registry
     for order, written in (("drain", b'"draining":true'), ("pause", b'"paused":true')):
@@ -346,16 +346,16 @@ def test_an_order_is_written_at_once(path: Path, make_router: MakeRouter, stand_
         wait_until(is_written, f"the {order} in the snapshot")
 
 
-def test_a_router_that_stops_writes_it(path: Path, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_router_saves_its_snapshot_when_it_stops(path: Path, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in(), snapshot_path=str(path))
     router.stop()
     wait_until(lambda: path.exists() and b"host_ip" in path.read_bytes(), "the snapshot to be written")
 
 
-def test_what_policies_remember_is_encoded_while_requests_go_on(path: Path) -> None:
+def test_policies_are_encoded_in_another_thread(path: Path) -> None:
     encoded_by: list[threading.Thread] = []
 
-    class Slow(Remembers):
+    class Slow(DumpingPolicy):
         def dump(self) -> bytes:
             encoded_by.append(threading.current_thread())
             return b"slow"
@@ -371,8 +371,8 @@ def test_what_policies_remember_is_encoded_while_requests_go_on(path: Path) -> N
     assert threading.main_thread() not in encoded_by
 
 
-class Blocking(Remembers):
-    """Its memory is encoded only once it is released."""
+class Blocking(DumpingPolicy):
+    """A policy that is encoded when ``released`` is set."""
 
     def __init__(self) -> None:
         super().__init__(b"learned")
@@ -385,11 +385,11 @@ class Blocking(Remembers):
         return b"learned"
 
 
-def test_one_writing_ends_before_the_next_begins(path: Path) -> None:
+def test_a_save_waits_for_the_previous_one(path: Path) -> None:
     policy = Blocking()
     keeper = snapshot(path, policy=policy)
 
-    async def cancelled_while_it_writes() -> threading.Thread:
+    async def cancel_during_save() -> threading.Thread:
         writing = asyncio.ensure_future(keeper.keep_writing(0.0))
         assert await asyncio.to_thread(policy.encoding.wait, 10)
         writing.cancel()
@@ -400,15 +400,15 @@ def test_one_writing_ends_before_the_next_begins(path: Path) -> None:
         policy.released.set()
         return last
 
-    asyncio.run(cancelled_while_it_writes()).join()
+    asyncio.run(cancel_during_save()).join()
     assert policy.encoding.is_set()
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_an_unexpected_failure_is_logged_and_the_next_writing_tried(
+def test_an_unexpected_failure_is_logged_and_the_next_save_is_tried(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Flawed(Remembers):
+    class Flawed(DumpingPolicy):
         def dump(self) -> bytes:
             if not caplog.records:
                 raise RuntimeError("a flaw")

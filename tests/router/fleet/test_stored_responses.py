@@ -1,4 +1,4 @@
-"""An answer of /v1/responses is gone on from, read and deleted where it is kept. Instances are stand-ins."""
+"""A stored response of /v1/responses is continued, read and deleted at its instance. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -14,46 +14,49 @@ from tests.router.stand_in import Behaviour, Received, Responder
 from tests.support.waiting import wait_until
 
 
-def keeps(response_id: str) -> Behaviour:
-    """Answers with a response of this id, once whole or in a stream."""
+def stores_response(response_id: str) -> Behaviour:
+    """Answer with a response with this id, streamed if the request asks for it."""
 
     async def behave(request: Received, respond: Responder) -> None:
-        said = {"id": response_id, "object": "response"}
+        response = {"id": response_id, "object": "response"}
         if request.method == "POST" and request.json.get("stream"):
             await respond.start_stream()
-            await respond.event(json.dumps({"type": "response.created", "response": said}))
-            await respond.event(json.dumps({"type": "response.completed", "response": said}))
+            await respond.event(json.dumps({"type": "response.created", "response": response}))
+            await respond.event(json.dumps({"type": "response.completed", "response": response}))
             await respond.end_stream()
         else:
-            await respond.answer(200, json.dumps(said).encode(), ("content-type", "application/json"))
+            await respond.answer(200, json.dumps(response).encode(), ("content-type", "application/json"))
 
     return behave
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_goes_on_from_an_answer_goes_where_it_is_kept(
+def test_a_continuation_goes_to_the_instance_with_the_stored_response(
     make_router: MakeRouter, stand_in: MakeStandIn, stream: bool, workers: int
 ) -> None:
-    first, second = stand_in(behave=keeps("resp_a")), stand_in(behave=keeps("resp_b"))
+    first, second = stand_in(behave=stores_response("resp_a")), stand_in(behave=stores_response("resp_b"))
     router = make_router(first, second, workers=workers, policy="round_robin")
     for _ in range(2):
         assert router.client.post("/v1/responses", json={"input": "hi", "stream": stream}).status_code == 200
     last = router.workers[-1]
-    keepers = {"resp_a": first, "resp_b": second}
-    for response_id, keeper in keepers.items():
-        kept = last.app.proxy._services.stored_responses
-        wait_until(lambda kept=kept, name=response_id: kept.find_instance(name), "the other worker's word")  # type: ignore[misc]
-        before = len(keeper.received)
+    owners = {"resp_a": first, "resp_b": second}
+    for response_id, owner in owners.items():
+        stored_responses = last.app.proxy._services.stored_responses
+        wait_until(
+            lambda stored_responses=stored_responses, name=response_id: stored_responses.find_instance(name),
+            "the message of the other worker",
+        )  # type: ignore[misc]
+        before = len(owner.received)
         asked = {"input": "go on", "previous_response_id": response_id}
         for _ in range(3):
             assert last.client.post("/v1/responses", json=asked).json()["id"] == response_id
         assert last.client.get(f"/v1/responses/{response_id}").json()["id"] == response_id
-        assert len(keeper.received) == before + 4
+        assert len(owner.received) == before + 4
 
 
-def test_in_a_pair_decode_goes_on_from_what_it_keeps_alone(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    prefill, decode = stand_in("prefill"), stand_in("decode", keeps("resp_a"))
+def test_in_a_pair_only_decode_continues_a_stored_response(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    prefill, decode = stand_in("prefill"), stand_in("decode", stores_response("resp_a"))
     router = make_router(prefill, decode, splitwise=True)
     assert router.client.post("/v1/responses", json={"input": "hi"}).json()["id"] == "resp_a"
     wait_until(lambda: len(prefill.received) == 1, "prefill's leg")
@@ -62,9 +65,9 @@ def test_in_a_pair_decode_goes_on_from_what_it_keeps_alone(make_router: MakeRout
     assert (len(prefill.received), len(decode.received)) == (1, 2)
 
 
-def test_an_answer_whose_keeper_is_gone_is_not_found(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    first = stand_in(behave=keeps("resp_a"))
-    router = make_router(first, stand_in(behave=keeps("resp_b")))
+def test_a_stored_response_of_a_removed_instance_is_not_found(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    first = stand_in(behave=stores_response("resp_a"))
+    router = make_router(first, stand_in(behave=stores_response("resp_b")))
     router.app.proxy._services.stored_responses.add_response("resp_c", "127.0.0.1:1")
     response = router.client.post("/v1/responses", json={"input": "go on", "previous_response_id": "resp_c"})
     assert response.status_code == 404
@@ -72,17 +75,17 @@ def test_an_answer_whose_keeper_is_gone_is_not_found(make_router: MakeRouter, st
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_with_keys_an_answer_is_its_clients_own(
+def test_with_api_keys_only_its_client_can_use_a_stored_response(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, workers: int
 ) -> None:
     (tmp_path / "keys").write_text("alice: sk-1\nbob: sk-2\n")
-    instance = stand_in(behave=keeps("resp_a"))
+    instance = stand_in(behave=stores_response("resp_a"))
     router = make_router(instance, workers=workers, api_keys_file=str(tmp_path / "keys"))
     alice, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-1", "sk-2"))
     assert router.client.post("/v1/responses", json={"input": "hi"}, headers=alice).status_code == 200
     last = router.workers[-1]
-    kept = last.app.proxy._services.stored_responses
-    wait_until(lambda: kept.find_instance("resp_a"), "the other worker's word")
+    stored_responses = last.app.proxy._services.stored_responses
+    wait_until(lambda: stored_responses.find_instance("resp_a"), "the message of the other worker")
     go_on = {"input": "go on", "previous_response_id": "resp_a"}
     asks: list[tuple[str, str, object]] = [
         ("POST", "/v1/responses", go_on),
@@ -103,12 +106,12 @@ def test_with_keys_an_answer_is_its_clients_own(
 
 
 @pytest.mark.parametrize("keys", ["", "alice: sk-1\nbob: sk-2\n"])
-def test_an_answer_is_found_by_the_id_that_its_client_has_chosen(
+def test_a_stored_response_is_found_by_an_id_that_the_client_has_chosen(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, keys: str
 ) -> None:
     async def behave(request: Received, respond: Responder) -> None:
-        said = {"id": request.json["request_id"] if request.method == "POST" else "", "object": "response"}
-        await respond.answer(200, json.dumps(said).encode(), ("content-type", "application/json"))
+        response = {"id": request.json["request_id"] if request.method == "POST" else "", "object": "response"}
+        await respond.answer(200, json.dumps(response).encode(), ("content-type", "application/json"))
 
     (tmp_path / "keys").write_text(keys)
     instances = stand_in(behave=behave), stand_in(behave=behave)
@@ -121,20 +124,20 @@ def test_an_answer_is_found_by_the_id_that_its_client_has_chosen(
         for chosen in ("mine", "cmpl.2:a")
     ]
     assert [len(instance.received) for instance in instances] == [1, 1]
-    for response_id, keeper in zip(ids, instances, strict=True):
+    for response_id, owner in zip(ids, instances, strict=True):
         for _ in range(3):
             assert router.client.get(f"/v1/responses/{response_id}", headers=alice).status_code == 200
-        assert len(keeper.received) == 4
+        assert len(owner.received) == 4
         if keys:
             assert router.client.get(f"/v1/responses/{response_id}", headers=bob).status_code == 404
 
 
-def test_only_the_last_answers_are_known() -> None:
-    kept = StoredResponses(lambda _id, _instance, _owner: None)
+def test_only_the_last_responses_are_known() -> None:
+    stored_responses = StoredResponses(lambda _id, _instance, _owner: None)
     for number in range(MAX_RESPONSES + 1):
-        kept.add_response(f"resp_{number}", "a:1")
-    assert kept.find_instance("resp_0") is None
-    assert kept.find_instance(f"resp_{MAX_RESPONSES}") == "a:1"
+        stored_responses.add_response(f"resp_{number}", "a:1")
+    assert stored_responses.find_instance("resp_0") is None
+    assert stored_responses.find_instance(f"resp_{MAX_RESPONSES}") == "a:1"
 
 
 def test_a_client_cannot_claim_the_response_of_another_client() -> None:

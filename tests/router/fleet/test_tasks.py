@@ -1,4 +1,4 @@
-"""Tasks: background work is kept until it is done, its failures are logged, and its end is not waited for too long."""
+"""Tasks: background work runs to its end, its failures are logged, and the wait for its end has a limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def _fail() -> None:
     raise RuntimeError("a flaw")
 
 
-def test_work_that_nobody_awaits_is_done() -> None:
+def test_work_without_an_awaiting_task_runs_to_its_end() -> None:
     done: list[int] = []
 
     async def work() -> None:
@@ -42,7 +42,7 @@ def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "a flaw" in caplog.text
 
 
-def test_work_that_goes_on_beyond_the_patience_is_cancelled() -> None:
+def test_work_that_exceeds_the_limit_is_cancelled() -> None:
     async def main() -> bool:
         tasks = Tasks()
         task = tasks.run_in_background(asyncio.sleep(1000))
@@ -53,7 +53,7 @@ def test_work_that_goes_on_beyond_the_patience_is_cancelled() -> None:
     assert asyncio.run(main())
 
 
-def test_a_spread_gather_gives_the_results_in_order_and_starts_a_part_in_each_turn() -> None:
+def test_gather_spread_returns_results_in_order_and_starts_a_part_in_each_iteration() -> None:
     started: list[int] = []
     seen: list[int] = []
 
@@ -76,7 +76,7 @@ def test_a_spread_gather_gives_the_results_in_order_and_starts_a_part_in_each_tu
     assert max(later - before for before, later in itertools.pairwise(seen)) <= 100
 
 
-def test_a_spread_gather_that_is_cancelled_cancels_what_it_has_started() -> None:
+def test_a_cancelled_gather_spread_cancels_its_tasks() -> None:
     states: list[str] = []
 
     async def work(_: int) -> None:

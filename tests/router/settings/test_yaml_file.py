@@ -42,6 +42,6 @@ def test_the_longest_number_of_64_bits_is_read(tmp_path: Path) -> None:
     assert read_yaml(path) == {"a": 2**64 - 1}
 
 
-def test_a_file_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(YamlFileError, match="No such file or directory"):
         read_yaml(tmp_path / "none")

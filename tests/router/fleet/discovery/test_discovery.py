@@ -1,4 +1,4 @@
-"""Instances that are found as pods: a router, a mock of the API server, and stand-ins for the engines in the pods."""
+"""Discovery of instances in pods: a router, a mock of the API server, and stand-ins for the engines in the pods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def api(tmp_path: Path) -> Iterator[KubernetesApi]:
 
 @pytest.fixture
 def discovering(make_router: MakeRouter, api: KubernetesApi) -> Callable[..., RouterUnderTest]:
-    """Starts routers that look for pods."""
+    """A function that starts routers with discovery of pods."""
 
     def start(**settings: Any) -> RouterUnderTest:
         return make_router(
@@ -45,7 +45,7 @@ def discovering(make_router: MakeRouter, api: KubernetesApi) -> Callable[..., Ro
 
 @pytest.fixture
 def instance(stand_in: MakeStandIn, api: KubernetesApi) -> StandIn:
-    """An engine in the pod ``a``, which is ready."""
+    """An engine in the ready pod ``a``."""
     made = stand_in()
     api.put(pod_of(made))
     return made
@@ -53,7 +53,7 @@ def instance(stand_in: MakeStandIn, api: KubernetesApi) -> StandIn:
 
 @pytest.fixture
 def router(discovering: Callable[..., RouterUnderTest], instance: StandIn) -> RouterUnderTest:
-    """A router that has found that instance."""
+    """A router that has found ``instance``."""
     made = discovering()
     wait_for(made, {"ns/a": "healthy"})
     return made
@@ -89,7 +89,7 @@ def test_ready_pods_serve_and_others_do_not(
     assert 'router_discovered_pods{state="not_ready"} 1.0' in figures
 
 
-def test_roles_and_engines_are_those_of_labels_or_what_the_server_tells(
+def test_labels_or_the_server_determine_roles_and_engines(
     discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
 ) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
@@ -101,7 +101,7 @@ def test_roles_and_engines_are_those_of_labels_or_what_the_server_tells(
     assert router.client.get("/ready").status_code == 200
 
 
-def test_a_pod_without_a_role_is_told_of_once(
+def test_a_pod_without_a_role_is_logged_once(
     discovering: Callable[..., RouterUnderTest],
     api: KubernetesApi,
     stand_in: MakeStandIn,
@@ -110,25 +110,25 @@ def test_a_pod_without_a_role_is_told_of_once(
     instance = stand_in()
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm"}))
     router = discovering(splitwise=True)
-    says = "pod ns/a is not registered: it has no role; label it kvrouter/role=prefill or kvrouter/role=decode"
-    wait_until(lambda: says in caplog.messages, "the sentence")
+    message = "pod ns/a is not registered: it has no role; label it kvrouter/role=prefill or kvrouter/role=decode"
+    wait_until(lambda: message in caplog.messages, "the sentence")
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm", "kvrouter/role": "decode"}))
     wait_for(router, {"ns/a": "healthy"})
-    assert caplog.messages.count(says) == 1
+    assert caplog.messages.count(message) == 1
 
 
-def test_a_pod_that_is_told_to_end_drains_until_it_is_gone(
+def test_a_terminating_pod_drains_until_its_deletion(
     router: RouterUnderTest, api: KubernetesApi, instance: StandIn
 ) -> None:
     api.put(pod_of(instance, terminating=True, ready=False))
     wait_for(router, {"ns/a": "draining"})
     api.delete("a")
     wait_for(router, {})
-    api.put(pod_of(instance, "b"))  # at the address of the one before
+    api.put(pod_of(instance, "b"))  # at the address of the previous pod
     wait_for(router, {"ns/b": "healthy"})
 
 
-def test_a_container_that_was_started_again_is_registered_anew(
+def test_a_restarted_container_is_registered_again(
     router: RouterUnderTest, api: KubernetesApi, instance: StandIn
 ) -> None:
     router.client.post("/admin/drain", json={"instance": instance.key})
@@ -136,7 +136,7 @@ def test_a_container_that_was_started_again_is_registered_anew(
     wait_for(router, {"ns/a": "healthy"})
 
 
-def test_an_instance_that_registers_itself_lives_by_its_heartbeat(
+def test_an_instance_that_registers_itself_is_not_removed_with_its_pods_readiness(
     discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -145,7 +145,7 @@ def test_an_instance_that_registers_itself_lives_by_its_heartbeat(
     def is_alive() -> bool:
         return instance.register(router.url, pod="ns/a").status_code == 200
 
-    for _ in range(2):  # on a busy machine its probe may fail
+    for _ in range(2):  # on a busy machine, its probe can fail
         wait_until(is_alive, "its heartbeat")
     api.put(pod_of(instance))
     api.put(pod_of(instance, ready=False))
@@ -158,7 +158,7 @@ def test_an_instance_that_registers_itself_lives_by_its_heartbeat(
     wait_until(lambda: is_alive() and states(router) == expected, f"the instances {expected}")
 
 
-def test_without_the_api_server_what_is_known_is_kept(
+def test_without_the_api_server_known_instances_are_retained(
     router: RouterUnderTest, api: KubernetesApi, instance: StandIn
 ) -> None:
     wait_until(lambda: api.num_watchers, "a watch")
@@ -168,7 +168,7 @@ def test_without_the_api_server_what_is_known_is_kept(
     assert states(router) == {"ns/a": "healthy"}
 
 
-def test_one_that_does_not_answer_yet_is_tried_again(
+def test_a_pod_that_does_not_answer_is_tried_again(
     discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -181,16 +181,16 @@ def test_one_that_does_not_answer_yet_is_tried_again(
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(401, "so its engine is not known; set the label kvrouter/engine"), (0, "cannot connect")]
+    ("status", "reason"), [(401, "so its engine is not known; set the label kvrouter/engine"), (0, "cannot connect")]
 )
-def test_a_server_that_does_not_tell_its_engine_is_told_of(
+def test_a_server_with_an_unknown_engine_is_logged(
     *,
     discovering: Callable[..., RouterUnderTest],
     api: KubernetesApi,
     stand_in: MakeStandIn,
     caplog: pytest.LogCaptureFixture,
     status: int,
-    said: str,
+    reason: str,
 ) -> None:
     instance = stand_in()
     instance.models_status = status
@@ -198,10 +198,10 @@ def test_a_server_that_does_not_tell_its_engine_is_told_of(
         instance.stop()
     api.put(pod_of(instance))
     discovering()
-    wait_until(lambda: any("pod ns/a is not registered" in each and said in each for each in caplog.messages), said)
+    wait_until(lambda: any("pod ns/a is not registered" in each and reason in each for each in caplog.messages), reason)
 
 
-def test_the_first_worker_looks_for_all(
+def test_the_first_worker_discovers_pods_for_all(
     discovering: Callable[..., RouterUnderTest], api: KubernetesApi, instance: StandIn
 ) -> None:
     first, second = discovering(workers=2).workers

@@ -1,4 +1,4 @@
-"""Which engine a server runs. Servers are tables of what the real ones answer."""
+"""Identification of a server's engine. Servers are tables with the answers of real ones."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ OF_SGLANG = {"engine": "sglang", "role": "mixed"}
 
 
 @pytest.mark.parametrize(
-    ("owner", "answers", "told"),
+    ("owner", "answers", "identity"),
     [
         ("FastDeploy", {}, {"engine": "fastdeploy"}),
         ("fastdeploy-kvstore", {}, {"engine": "fastdeploy", "cache_salt": True}),
         ("vllm", VERSION, {"engine": "vllm"}),
-        (None, VERSION, {"engine": "vllm"}),  # with --api-key it does not tell its models
+        (None, VERSION, {"engine": "vllm"}),  # with --api-key it does not list its models
         ("tensorrt_llm", VERSION, {"engine": "openai"}),
         ("sglang", {"/server_info": SGLANG}, OF_SGLANG),
         ("sglang", {"/server_info": PREFILL}, {**OF_SGLANG, "role": "prefill", "bootstrap_port": 9001}),
-        ("", {"/get_server_info": SGLANG}, OF_SGLANG),  # before it was renamed
-        ("", {"/server_info": {"vllm_config": "..."}, **VERSION}, {"engine": "vllm"}),  # for its developers
+        ("", {"/get_server_info": SGLANG}, OF_SGLANG),  # the old name of the path
+        ("", {"/server_info": {"vllm_config": "..."}, **VERSION}, {"engine": "vllm"}),  # vLLM's path for developers
         ("llamacpp", {}, {"engine": "openai"}),
         ("", {}, {"engine": "openai"}),
     ],
 )
-def test_a_server_is_asked_what_engine_it_is(owner: str | None, answers: dict[str, Any], told: dict[str, Any]) -> None:
-    assert ask(owner, answers) == told
+def test_the_engine_is_identified_from_the_answers(
+    owner: str | None, answers: dict[str, Any], identity: dict[str, Any]
+) -> None:
+    assert ask(owner, answers) == identity
 
 
-def test_a_server_that_wants_a_key_does_not_tell() -> None:
+def test_a_server_that_requires_a_key_hides_its_engine() -> None:
     with pytest.raises(IdentityHidden, match="requires an API key"):
         ask(None, {})
 
@@ -47,7 +49,7 @@ def ask(owner: str | None, answers: dict[str, Any]) -> dict[str, Any]:
     async def fetch(path: str) -> tuple[int, bytes]:
         if path == "/v1/models" and owner is None:
             return 401, b""
-        said = answers.get(path) if path != "/v1/models" else {"data": [{"owned_by": owner}]}
-        return (404, b"not here") if said is None else (200, json.dumps(said).encode())
+        content = answers.get(path) if path != "/v1/models" else {"data": [{"owned_by": owner}]}
+        return (404, b"not here") if content is None else (200, json.dumps(content).encode())
 
     return asyncio.run(ask_identity(fetch))

@@ -1,4 +1,4 @@
-"""The pods that a selector names, through a mock of the API server (``tests.support.kubernetes``)."""
+"""The watch of the pods of a selector, at a mock of the API server (``tests.support.kubernetes``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 
 
 class Watching:
-    """A watch in a loop of another thread, and the mock that it watches."""
+    """A watch in a loop of another thread, and the mock of the API server."""
 
     def __init__(self, thread: LoopThread, api: KubernetesApi) -> None:
         self.api = api
@@ -71,7 +71,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def watching(thread: LoopThread, tmp_path: Path) -> Iterator[Watching]:
-    """Over HTTPS, with a pod."""
+    """A watch over HTTPS with one pod."""
     api = KubernetesApi(tmp_path / "account", make_certificate(tmp_path))
     api.put(make_pod("a"))
     made = Watching(thread, api)
@@ -82,7 +82,7 @@ def watching(thread: LoopThread, tmp_path: Path) -> Iterator[Watching]:
 
 @pytest.fixture
 def plain(thread: LoopThread, tmp_path: Path) -> Iterator[Callable[..., Watching]]:
-    """Makes watches over plain HTTP."""
+    """A function that makes watches over plain HTTP."""
     started: list[Watching] = []
 
     def make(page: int = 1000) -> Watching:
@@ -94,7 +94,7 @@ def plain(thread: LoopThread, tmp_path: Path) -> Iterator[Callable[..., Watching
         each.stop()
 
 
-def test_pods_come_change_and_go(watching: Watching) -> None:
+def test_pods_are_added_changed_and_removed(watching: Watching) -> None:
     watching.wait_for("a")
     watching.wait_for_watch()
     watching.api.put(make_pod("b"))
@@ -106,7 +106,7 @@ def test_pods_come_change_and_go(watching: Watching) -> None:
     assert (watching.api.lists, watching.api.watches) == (1, 1)
 
 
-def test_a_watch_that_ends_goes_on_where_it_was(watching: Watching) -> None:
+def test_a_watch_that_ends_continues_at_its_last_version(watching: Watching) -> None:
     watching.wait_for("a")
     watching.wait_for_watch()
     watching.api.end_watches()
@@ -116,7 +116,7 @@ def test_a_watch_that_ends_goes_on_where_it_was(watching: Watching) -> None:
     assert watching.api.lists == 1
 
 
-def test_a_bookmark_moves_the_watch_on(watching: Watching) -> None:
+def test_a_bookmark_updates_the_version_of_the_watch(watching: Watching) -> None:
     watching.wait_for_watch()
     watching.api.forget_history()
     watching.api.send_bookmark()
@@ -126,7 +126,7 @@ def test_a_bookmark_moves_the_watch_on(watching: Watching) -> None:
     assert (watching.api.lists, watching.changes) == (1, changes)
 
 
-def test_a_watch_that_is_too_far_behind_lists_again(watching: Watching) -> None:
+def test_a_watch_with_a_version_that_is_too_old_lists_the_pods_again(watching: Watching) -> None:
     watching.wait_for_watch()
     watching.api.put(make_pod("b"))
     watching.wait_for("a", "b")
@@ -138,7 +138,9 @@ def test_a_watch_that_is_too_far_behind_lists_again(watching: Watching) -> None:
     watching.wait_for("b")
 
 
-def test_pods_that_went_while_nobody_watched_are_gone(watching: Watching, caplog: pytest.LogCaptureFixture) -> None:
+def test_pods_that_were_deleted_without_a_watch_are_removed(
+    watching: Watching, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "router.fleet.discovery")
     watching.wait_for("a")
     watching.wait_for_watch()
@@ -148,15 +150,15 @@ def test_pods_that_went_while_nobody_watched_are_gone(watching: Watching, caplog
     watching.api.put(make_pod("b"))
     watching.api.delete("a")
     watching.api.forget_history()
-    time.sleep(0.3)  # several tries
-    said = [line for line in caplog.messages if "known pods stay registered; trying again" in line]
-    assert len(said) == 1
+    time.sleep(0.3)  # several attempts
+    lines = [line for line in caplog.messages if "known pods stay registered; trying again" in line]
+    assert len(lines) == 1
     watching.api.start()
     watching.wait_for("b")
-    wait_until(lambda: "responds again" in caplog.text, "the good news")
+    wait_until(lambda: "responds again" in caplog.text, "the log line")
 
 
-def test_a_list_comes_in_pages(plain: Callable[..., Watching]) -> None:
+def test_a_list_is_read_in_pages(plain: Callable[..., Watching]) -> None:
     made = plain(page=2)
     for name in "abcde":
         made.api.put(make_pod(name))
@@ -165,7 +167,7 @@ def test_a_list_comes_in_pages(plain: Callable[..., Watching]) -> None:
     assert made.api.lists == 3
 
 
-def test_the_token_is_read_anew(watching: Watching) -> None:
+def test_the_token_is_read_again(watching: Watching) -> None:
     watching.wait_for_watch()
     watching.api.token = "renewed"
     (watching.api.account / "token").write_text("renewed")
@@ -174,7 +176,7 @@ def test_the_token_is_read_anew(watching: Watching) -> None:
     assert not watching.watch.trouble
 
 
-def test_a_refusal_is_told_with_its_reason_and_a_remedy(
+def test_a_refusal_is_logged_with_its_reason_and_a_remedy(
     plain: Callable[..., Watching], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = plain()
@@ -187,7 +189,7 @@ def test_a_refusal_is_told_with_its_reason_and_a_remedy(
 
 
 @pytest.mark.parametrize("event", [{"type": "ADDED"}, {"type": "ERROR", "object": {"code": 500, "message": "boom"}}])
-def test_an_event_that_makes_no_sense_leads_to_a_new_list(watching: Watching, event: dict[str, object]) -> None:
+def test_a_wrong_event_causes_a_new_list(watching: Watching, event: dict[str, object]) -> None:
     watching.wait_for_watch()
     watching.api.end_watches(last=event)
     wait_until(lambda: watching.api.lists == 2, "another list")
@@ -195,16 +197,16 @@ def test_an_event_that_makes_no_sense_leads_to_a_new_list(watching: Watching, ev
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({}, "manager.kubernetes-account .*/token cannot be read: No such file"),
         ({"kubernetes_api": "localhost:1"}, "manager.kubernetes-api is 'localhost:1'; it must be https://HOST:PORT"),
         ({"kubernetes_api": "https://h:0"}, "it must be https://HOST:PORT, with no path"),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_start(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_wrong_settings_are_refused_at_the_start(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     made = RouterSettings(
         service_discovery="k8s", selector=("app=kv",), **{"kubernetes_account": str(tmp_path), **settings}
     )
-    with pytest.raises(SettingsError, match=says):
+    with pytest.raises(SettingsError, match=message):
         PodWatch(made, lambda: None)

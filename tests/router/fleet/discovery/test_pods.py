@@ -1,4 +1,4 @@
-"""What a pod tells of the instance in it."""
+"""Reading the registration of an instance from its pod."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fields_of(port: int = 0, **changes: Any) -> dict[str, Any]:
     return dict(pod.fields)
 
 
-def test_a_plain_pod_tells_where_it_is_and_no_more() -> None:
+def test_a_pod_without_labels_has_only_its_name_address_and_start_id() -> None:
     assert fields_of() == {"pod": "ns/a", "host_ip": "10.0.0.1", "start_id": "uid-a-0", "port": 8000}
 
 
@@ -32,10 +32,10 @@ def test_a_plain_pod_tells_where_it_is_and_no_more() -> None:
         ({"model": "decode"}, "decode"),
         ({"kvrouter/role": "mixed", "role": "decode"}, "mixed"),
         ({"role": "backend", "model": "llama"}, None),
-        ({"kvrouter/role": "perfill"}, "perfill"),  # which is refused with a sentence when it is registered
+        ({"kvrouter/role": "perfill"}, "perfill"),  # the registration is refused later
     ],
 )
-def test_its_role_is_that_of_our_label_or_of_others_usual_ones(labels: dict[str, str], role: str | None) -> None:
+def test_its_role_is_from_our_label_or_from_common_labels_of_others(labels: dict[str, str], role: str | None) -> None:
     assert fields_of(labels=labels).get("role") == role
 
 
@@ -47,18 +47,18 @@ def test_its_role_is_that_of_our_label_or_of_others_usual_ones(labels: dict[str,
         ({"llm-d.ai/engine-type": "trtllm-serve"}, None),
     ],
 )
-def test_its_engine_likewise(labels: dict[str, str], engine: str | None) -> None:
+def test_its_engine_is_from_our_label_or_from_llm_ds(labels: dict[str, str], engine: str | None) -> None:
     assert fields_of(labels=labels).get("engine") == engine
 
 
-def test_annotations_tell_the_rest() -> None:
-    told = fields_of(
+def test_annotations_can_set_further_fields() -> None:
+    fields = fields_of(
         annotations={"kvrouter/registration": '{"port": 7000, "tp_size": 4}', "sglang.ai/bootstrap-port": "8999"}
     )
-    assert (told["port"], told["tp_size"], told["bootstrap_port"]) == (7000, 4, "8999")
+    assert (fields["port"], fields["tp_size"], fields["bootstrap_port"]) == (7000, 4, "8999")
 
 
-def test_the_port_is_the_settings_or_the_one_called_http_or_the_only_one() -> None:
+def test_the_port_is_from_the_setting_or_named_http_or_the_only_one() -> None:
     assert fields_of(port=9000)["port"] == 9000
     document = make_pod("a")
     ports = document["spec"]["containers"][0]["ports"]
@@ -70,7 +70,7 @@ def test_the_port_is_the_settings_or_the_one_called_http_or_the_only_one() -> No
     assert "it has no known port: name a port 'http'" in read_pod(document, 0).trouble
 
 
-def test_an_annotation_that_is_no_object_is_told() -> None:
+def test_an_annotation_that_is_not_an_object_is_an_error() -> None:
     pod = read_pod(make_pod("a", annotations={"kvrouter/registration": "port=1"}), 0)
     assert pod.trouble == "its annotation kvrouter/registration is 'port=1'; it must be a JSON object"
 
@@ -84,7 +84,7 @@ def test_an_annotation_that_is_no_object_is_told() -> None:
         ({"terminating": True, "ready": False}, "terminating"),
     ],
 )
-def test_it_is_ready_until_it_is_told_to_end(changes: dict[str, Any], state: str) -> None:
+def test_a_terminating_pod_is_not_ready(changes: dict[str, Any], state: str) -> None:
     assert read_pod(make_pod("a", **changes), 0).state == state
 
 
@@ -93,5 +93,5 @@ def test_a_pod_without_an_address_is_not_ready(document: dict[str, Any]) -> None
     assert read_pod(document, 0).state == "not_ready"
 
 
-def test_a_container_that_was_started_again_is_another_process() -> None:
+def test_a_restarted_container_is_another_process() -> None:
     assert fields_of(restarts=0)["start_id"] != fields_of(restarts=1)["start_id"]
