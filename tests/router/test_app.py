@@ -170,9 +170,7 @@ class TestDecodeInstances:
 class TestDraining:
     """``POST /admin/drain``."""
 
-    def test_running_requests_end_normally_and_no_new_ones_arrive(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
-    ) -> None:
+    def test_running_requests_end_and_no_new_ones_arrive(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         draining, other = stand_in("mixed", streams_until(go_on := threading.Event())), stand_in()
         router = make_router(draining)
         with router.stream() as response:

@@ -368,9 +368,7 @@ def test_workers_know_the_same_publishers(make_router: MakeRouter, publisher: Ev
     assert publishers_of(first) == {}
 
 
-def test_a_router_without_kv_events_names_the_flag_for_an_index(
-    make_router: MakeRouter, publisher: EventPublisher
-) -> None:
+def test_a_router_without_an_index_names_the_flag_for_it(make_router: MakeRouter, publisher: EventPublisher) -> None:
     router = make_router()
     for response in (register(router, publisher), router.client.post("/query", json={})):
         assert response.status_code == 404

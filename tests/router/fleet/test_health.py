@@ -191,9 +191,7 @@ def test_a_connection_that_fails_for_another_reason_causes_only_a_probe(
     assert known.healthy
 
 
-def test_a_refused_connection_makes_an_instance_unhealthy_at_once(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_refused_connection_makes_an_instance_unhealthy(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     known = fail_with(make_router(stand_in()), ConnectRefused("nobody listens"))
     assert not known.healthy
 

@@ -138,9 +138,7 @@ def test_another_start_id_means_an_empty_cache() -> None:
 
 @pytest.mark.parametrize("refuses", [True, False])
 @pytest.mark.parametrize("comes_back", ["probe", "registration"])
-def test_a_process_that_refused_connections_and_answers_again_counts_as_restarted(
-    refuses: bool, comes_back: str
-) -> None:
+def test_a_process_that_refused_connections_counts_as_restarted(refuses: bool, comes_back: str) -> None:
     registry = Registry(splitwise=True)
     instance = registry.register(registration(), now=0.0)
     instance.set_draining(True, until_restart=True)

@@ -204,9 +204,7 @@ def test_the_pair_for_a_request_without_a_model_serves_one_model(
         assert len(prefill.received) == len(decode.received)
 
 
-def test_prefill_and_decode_with_different_models_are_not_a_pair(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_prefill_and_decode_of_different_models_are_no_pair(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     prefill, decode = stand_in("prefill"), stand_in("decode")
     prefill.models, decode.models = ("a",), ("b",)
     router = make_router(prefill, decode, splitwise=True)
@@ -302,7 +300,7 @@ def test_models_are_requested_again_after_an_interval(
     wait_until(lambda: list_models(router) == [["lora", "m"]], "the adapter")
 
 
-def test_an_instance_that_returns_is_asked_for_its_models_before_it_is_chosen(
+def test_the_models_of_an_instance_that_returns_are_requested_first(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     first, second = start_mixed(stand_in, ("a",), ("b",))
@@ -346,9 +344,7 @@ def test_a_registration_can_name_the_models(make_router: MakeRouter, stand_in: M
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/transcriptions"])
-def test_other_requests_go_to_instances_of_their_model(
-    make_router: MakeRouter, stand_in: MakeStandIn, path: str
-) -> None:
+def test_other_requests_go_to_their_model_too(make_router: MakeRouter, stand_in: MakeStandIn, path: str) -> None:
     first, second = start_mixed(stand_in, ("a",), ("b",))
     router = make_router(first, second)
     for _ in range(3):
@@ -380,17 +376,13 @@ class TestAliases:
         assert router.client.post("/v1/audio/transcriptions", **form).status_code == 200  # type: ignore[arg-type]
         assert b'name="model"\r\n\r\nwhisper\r\n' in second.received[0].body
 
-    def test_an_alias_is_replaced_if_there_is_only_one_model(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
-    ) -> None:
+    def test_an_alias_of_a_single_model_is_replaced(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         (instance,) = start_mixed(stand_in, ("m",))
         router = make_router(instance, model_alias=("chat=m",))
         assert [router.chat(model=name).status_code for name in ("chat", "other")] == [200, 200]
         assert count_models(instance) == {"m": 1, "other": 1}
 
-    def test_a_prompt_has_the_same_prefix_under_both_names(
-        self, make_router: MakeRouter, stand_in: MakeStandIn
-    ) -> None:
+    def test_a_prompt_has_one_prefix_under_both_names(self, make_router: MakeRouter, stand_in: MakeStandIn) -> None:
         (instance,) = start_mixed(stand_in, ("m",))
         router = make_router(instance, model_alias=("chat=m",))
         messages = [{"role": "user", "content": "again and again " * 200}]
@@ -437,9 +429,7 @@ def test_each_model_has_its_own_turn_of_round_robin(make_router: MakeRouter, sta
     assert [len(each.received) for each in instances] == [4] * 4
 
 
-def test_a_failed_request_is_retried_only_at_instances_of_its_model(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_failed_request_is_retried_only_at_its_model(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     broken, good, other = start_mixed(stand_in, ("a",), ("a",), ("b",))
     broken.behave = answers(500)
     router = make_router(broken, good, other)

@@ -122,9 +122,7 @@ def test_in_the_go_routers_dialect_a_missing_file_is_a_warning(
         make_router(register_path=str(path))
 
 
-def test_an_entry_with_a_role_that_the_mode_does_not_accept_is_an_error(
-    tmp_path: Path, make_router: MakeRouter
-) -> None:
+def test_an_entry_with_a_role_of_the_other_mode_is_an_error(tmp_path: Path, make_router: MakeRouter) -> None:
     path = write(tmp_path, "instances: [{role: decode, host_ip: a, port: 1}]")
     with pytest.raises(SettingsError, match=r"instances\[0\]: role is 'decode', but this router runs without"):
         make_router(register_path=str(path))

@@ -76,9 +76,7 @@ def test_figures_of_each_engine_are_read_and_invalid_figures_are_unknown(
     assert (load.running, load.waiting) == read
 
 
-def test_the_figures_of_an_instance_that_does_not_answer_are_unknown(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_the_figures_of_an_unreachable_instance_are_unknown(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", answers(200, FASTDEPLOY))
     router = make_router(instance)
     load = load_of(router, instance)

@@ -160,9 +160,7 @@ def test_a_policy_without_a_dump_is_ignored(path: Path) -> None:
     snapshot(path, policy=DumpingPolicy()).restore(now=0.0)
 
 
-def test_a_damaged_dump_of_a_policy_does_not_prevent_the_restore_of_instances(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policys_damaged_dump_does_not_prevent_the_restore(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before, after = Registry(splitwise=False), Registry(splitwise=False)
     before.register(mixed(1), now=0.0)
     snapshot(path, before, DumpingPolicy(b"\x00damaged")).save()
@@ -172,9 +170,7 @@ def test_a_damaged_dump_of_a_policy_does_not_prevent_the_restore_of_instances(
     assert "is not used: it is damaged" in caplog.text
 
 
-def test_an_unexpected_failure_of_a_policys_dump_does_not_prevent_the_restore(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policys_failure_does_not_prevent_the_restore(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Fails(DumpingPolicy):
         def load_dump(self, data: bytes) -> None:
             struct.unpack("<I", data[:1])

@@ -32,9 +32,7 @@ OF_SGLANG = {"engine": "sglang", "role": "mixed"}
         ("", {}, {"engine": "openai"}),
     ],
 )
-def test_the_engine_is_identified_from_the_answers(
-    owner: str | None, answers: dict[str, Any], identity: dict[str, Any]
-) -> None:
+def test_the_answers_identify_the_engine(owner: str | None, answers: dict[str, Any], identity: dict[str, Any]) -> None:
     assert ask(owner, answers) == identity
 
 
