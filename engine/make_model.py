@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvcommon.output import run_program
@@ -175,10 +175,10 @@ def _holds_this_model(folder: Path) -> bool:
 def _write_checkpoint(folder: Path) -> None:
     tokenizer = _build_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    weights = folder / "model.safetensors"
-    save_file(dict(_draw_tensors(vocab_size)), weights, metadata={"format": "pt"})
-    weights.chmod((folder / "tokenizer.json").stat().st_mode)  # safetensors gives read permission only to the user
+    # The libraries' own writers raise no OSError, and safetensors gives read permission only to the user.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    weights = save(dict(_draw_tensors(vocab_size)), metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(weights)
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     _write_json(folder / "config.json", _model_config(tokenizer))
     _write_json(folder / "generation_config.json", _generation_config(tokenizer))

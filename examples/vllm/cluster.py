@@ -171,7 +171,11 @@ class Cluster:
     def __enter__(self) -> Cluster:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1"  # everything here talks to this machine
-        self.master.start()
+        try:
+            self.master.start()
+        except BaseException:  # also Ctrl-C
+            self.master.stop()
+            raise
         return self
 
     def __exit__(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,15 @@ def test_a_folder_with_other_files_is_not_changed(tmp_path: Path, capsys: pytest
     assert main(["--output", str(tmp_path)]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_gives_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "engine.make_model", "--output", tmp_path / "model"]
+    limited = ["sh", "-c", 'ulimit -f 64; exec "$@"', "sh", *command]  # 32 or 64 KiB, as if the disk was full
+    ended = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "cannot write the model: [Errno 27] File too large\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_response_in_the_next_turn_encodes_to_the_generated_ids(model: Any, tokenizer: Any) -> None:

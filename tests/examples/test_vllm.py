@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,25 @@ def test_a_run_whose_logs_another_run_writes_is_refused() -> None:
     os.close(held)
     assert run().stdout == "[]\n"
     folder.rmdir()
+
+
+def test_an_interrupted_start_of_the_master_leaves_no_process(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, cluster\n"
+        "def interrupt(process, url):\n"
+        "    print(process._process.pid, flush=True)\n"
+        "    raise KeyboardInterrupt\n"
+        "cluster.Process.wait_ready = interrupt\n"
+        f"with cluster.Cluster(pathlib.Path({str(tmp_path)!r}), pathlib.Path()):\n"
+        "    pass\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'examples' / 'vllm'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "KeyboardInterrupt" in ended.stderr
+    assert not Path(f"/proc/{int(ended.stdout)}").exists()
