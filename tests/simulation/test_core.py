@@ -1,4 +1,4 @@
-"""The simulator's core: equal seeds are equal runs, time is virtual, threads and clocks are the seed's."""
+"""The simulator's core: equal seeds give equal runs, time is virtual, and the seed determines threads and clocks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from simulation.world import Event, Outcome, Plan, Process, World
 _REAL_LOCK, _REAL_SLEEP = threading.Lock, time.sleep
 
 
-class _Small(World):
-    """Runs ``program(world)``, which starts what it likes."""
+class _SmallWorld(World):
+    """A world that runs ``program(world)``, which starts processes and threads."""
 
     name = "small"
 
-    def __init__(self, seed: int, program: Callable[[_Small], None]) -> None:
+    def __init__(self, seed: int, program: Callable[[_SmallWorld], None]) -> None:
         super().__init__(seed)
         self._program = program
-        self.noted: list[Any] = []
+        self.notes: list[Any] = []
 
     def draw_plan(self, draw: random.Random) -> Plan:
         return Plan({}, [])
@@ -46,19 +46,21 @@ class _Small(World):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_objects_to_look_through() -> None:
-    """Each run of a world collects garbage twice, and other tests have loaded much."""
+def _freeze_objects() -> None:
+    """Exclude the objects of other tests from garbage collection: each run of a world collects garbage twice."""
     gc.collect()
     gc.freeze()
 
 
-def _run(program: Callable[[_Small], None], seed: int = 1, events: tuple[Event, ...] = ()) -> tuple[list[Any], Outcome]:
-    world = _Small(seed, program)
+def _run(
+    program: Callable[[_SmallWorld], None], seed: int = 1, events: tuple[Event, ...] = ()
+) -> tuple[list[Any], Outcome]:
+    world = _SmallWorld(seed, program)
     outcome = world.run(Plan({}, list(events)))
-    return world.noted, outcome
+    return world.notes, outcome
 
 
-def _count_without_lock(world: _Small) -> None:
+def _count_without_lock(world: _SmallWorld) -> None:
     process = world.make_process("p")
     counter = {"value": 0}
     lock = threading.Lock()
@@ -72,28 +74,28 @@ def _count_without_lock(world: _Small) -> None:
         world.trace.add(
             "p", f"{threading.current_thread().name} {counter['value']} {random.random()} {os.urandom(4)!r}"
         )
-        world.noted.append(counter["value"])
+        world.notes.append(counter["value"])
 
     for number in range(3):
         process.start_thread(count, f"counter-{number}")
 
 
-def _sleep_past_events(world: _Small) -> None:
+def _sleep_past_events(world: _SmallWorld) -> None:
     world.make_process("p").start_thread(lambda: time.sleep(2.0), "t")
 
 
-class _Noting(_Small):
-    """Notes in the details of an event what came of it."""
+class _NotingWorld(_SmallWorld):
+    """A world that writes a note to the details of each event."""
 
     def perform(self, event: Event) -> None:
-        event.details["noted"].append(event.kind)
+        event.details["notes"].append(event.kind)
 
 
-def test_what_a_world_notes_in_an_event_does_not_change_its_plan() -> None:
-    plan = Plan({}, [Event(1.0, "request", "", {"noted": []})])
-    outcome = _Noting(1, _sleep_past_events).run(plan)
-    assert "plan           request noted=[]" in outcome.trace
-    assert plan.events[0].details == {"noted": []}
+def test_a_world_that_changes_the_details_of_an_event_does_not_change_the_plan() -> None:
+    plan = Plan({}, [Event(1.0, "request", "", {"notes": []})])
+    outcome = _NotingWorld(1, _sleep_past_events).run(plan)
+    assert "plan           request notes=[]" in outcome.trace
+    assert plan.events[0].details == {"notes": []}
 
 
 def test_equal_seeds_give_equal_traces() -> None:
@@ -101,7 +103,7 @@ def test_equal_seeds_give_equal_traces() -> None:
     assert traces[0] == traces[1] != ""
 
 
-def test_seeds_find_a_race_and_miss_it() -> None:
+def test_some_seeds_find_a_race_and_others_miss_it() -> None:
     found: set[bool] = set()
     for seed in range(20):
         found.add(max(_run(_count_without_lock, seed=seed)[0]) == 15)
@@ -110,7 +112,7 @@ def test_seeds_find_a_race_and_miss_it() -> None:
     assert found == {True, False}
 
 
-def test_a_real_thread_that_ends_meanwhile_is_itself() -> None:
+def test_a_real_thread_that_ends_during_a_run_has_its_own_id() -> None:
     ends, is_over = threading.Lock(), threading.Lock()
     ends.acquire()
     is_over.acquire()
@@ -124,7 +126,7 @@ def test_a_real_thread_that_ends_meanwhile_is_itself() -> None:
     thread = threading.Thread(target=end)
     thread.start()
 
-    def program(world: _Small) -> None:
+    def program(world: _SmallWorld) -> None:
         ends.release()
         is_over.acquire()
 
@@ -133,49 +135,49 @@ def test_a_real_thread_that_ends_meanwhile_is_itself() -> None:
     assert found == [thread.ident]
 
 
-def test_a_day_passes_at_once() -> None:
-    def program(world: _Small) -> None:
+def test_virtual_time_passes_faster_than_real_time() -> None:
+    def program(world: _SmallWorld) -> None:
         def sleep() -> None:
             began = time.monotonic()
             time.sleep(500)
-            world.noted.append(time.monotonic() - began)
+            world.notes.append(time.monotonic() - began)
 
         world.make_process("p").start_thread(sleep)
 
-    noted, outcome = _run(program)
-    assert noted == [500.0]
+    notes, outcome = _run(program)
+    assert notes == [500.0]
     assert outcome.real_seconds < outcome.virtual_seconds
 
 
-def test_clocks_of_processes_differ() -> None:
-    def program(world: _Small) -> None:
+def test_each_process_has_a_clock_of_its_own() -> None:
+    def program(world: _SmallWorld) -> None:
         def read() -> None:
             time.sleep(10)
-            world.noted.append((time.time() - 1_800_000_000, round(world.now, 3)))
+            world.notes.append((time.time() - 1_800_000_000, round(world.now, 3)))
 
         world.make_process("true").start_thread(read)
         world.make_process("ahead", offset=20.0).start_thread(read)
         world.make_process("fast", rate=2.0).start_thread(read)
 
-    noted, _ = _run(program)
-    assert sorted(noted) == [(10.0, 5.0), (10.0, 10.0), (30.0, 10.0)]
+    notes, _ = _run(program)
+    assert sorted(notes) == [(10.0, 5.0), (10.0, 10.0), (30.0, 10.0)]
 
 
-def test_a_paused_process_goes_on_later_and_a_crashed_one_never() -> None:
-    def program(world: _Small) -> None:
+def test_a_paused_process_continues_when_it_is_resumed_and_a_crashed_one_never() -> None:
+    def program(world: _SmallWorld) -> None:
         def tick(name: str) -> None:
             for _ in range(3):
                 time.sleep(1)
-                world.noted.append((name, round(world.now, 3)))
+                world.notes.append((name, round(world.now, 3)))
 
         for name in ("paused", "crashed"):
             world.make_process(name).start_thread(functools.partial(tick, name))
 
     events = (Event(1.5, "pause", "paused"), Event(1.6, "crash", "crashed"), Event(4.5, "resume", "paused"))
-    world = _Small(1, program)
+    world = _SmallWorld(1, program)
     world.is_at_rest = lambda: world.now > 10  # type: ignore[method-assign]
     world.run(Plan({}, list(events)))
-    assert world.noted == [("crashed", 1.0), ("paused", 1.0), ("paused", 4.5), ("paused", 5.5)] or world.noted == [
+    assert world.notes == [("crashed", 1.0), ("paused", 1.0), ("paused", 4.5), ("paused", 5.5)] or world.notes == [
         ("paused", 1.0),
         ("crashed", 1.0),
         ("paused", 4.5),
@@ -184,7 +186,7 @@ def test_a_paused_process_goes_on_later_and_a_crashed_one_never() -> None:
 
 
 def test_threads_wait_for_each_other_in_virtual_time() -> None:
-    def program(world: _Small) -> None:
+    def program(world: _SmallWorld) -> None:
         items: queue.Queue[int] = queue.Queue(maxsize=2)
         changed = threading.Condition()
         ready: list[int] = []
@@ -203,36 +205,36 @@ def test_threads_wait_for_each_other_in_virtual_time() -> None:
                 items.get(timeout=3)
             with changed:
                 assert changed.wait_for(lambda: ready, timeout=5)
-            world.noted.append((taken, round(world.now, 3)))
+            world.notes.append((taken, round(world.now, 3)))
 
         process = world.make_process("p")
         process.start_thread(produce, "produce")
         process.start_thread(consume, "consume")
 
-    noted, outcome = _run(program)
-    assert noted == [([0, 1, 2, 3, 4], 8.0)]
+    notes, outcome = _run(program)
+    assert notes == [([0, 1, 2, 3, 4], 8.0)]
     assert not outcome.failures
 
 
-def test_loops_wait_for_threads_and_timers() -> None:
-    def program(world: _Small) -> None:
+def test_event_loops_wait_for_threads_and_timers() -> None:
+    def program(world: _SmallWorld) -> None:
         async def main() -> None:
             slow = asyncio.ensure_future(asyncio.to_thread(time.sleep, 2))
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(slow), 1)
-            world.noted.append(round(world.now, 3))
+            world.notes.append(round(world.now, 3))
             await slow
-            world.noted.append(round(world.now, 3))
+            world.notes.append(round(world.now, 3))
 
         world.make_process("p").start_loop(main)
 
-    noted, outcome = _run(program)
-    assert noted == [1.0, 2.0]
+    notes, outcome = _run(program)
+    assert notes == [1.0, 2.0]
     assert not outcome.failures
 
 
-def test_a_deadlock_is_no_rest() -> None:
-    def program(world: _Small) -> None:
+def test_a_deadlock_is_a_failure() -> None:
+    def program(world: _SmallWorld) -> None:
         locks = threading.Lock(), threading.Lock()
 
         def take(first: int) -> None:
@@ -248,8 +250,8 @@ def test_a_deadlock_is_no_rest() -> None:
     assert [failure.oracle for failure in outcome.failures] == ["rest"]
 
 
-def test_what_nobody_catches_is_a_failure() -> None:
-    def program(world: _Small) -> None:
+def test_an_exception_that_is_not_caught_is_a_failure() -> None:
+    def program(world: _SmallWorld) -> None:
         async def forget() -> None:
             async def fail() -> None:
                 raise ValueError("forgotten")
@@ -280,7 +282,7 @@ class _Echo(asyncio.Protocol):
         self.transport.write(data)
 
 
-def _serve_echo(world: _Small) -> Process:
+def _serve_echo(world: _SmallWorld) -> Process:
     server = world.make_process("server")
 
     async def serve() -> None:
@@ -303,7 +305,7 @@ class _Reader(asyncio.Protocol):
         self.lost.set_result(type(exc).__name__)
 
 
-def _talk(world: _Small, client: Callable[[], Any]) -> None:
+def _talk(world: _SmallWorld, client: Callable[[], Any]) -> None:
     async def begin() -> None:
         await asyncio.sleep(1)
         await client()
@@ -313,10 +315,10 @@ def _talk(world: _Small, client: Callable[[], Any]) -> None:
     world.is_at_rest = lambda: world.now > 200  # type: ignore[method-assign]
 
 
-def test_bytes_arrive_in_order_whatever_their_pieces() -> None:
+def test_bytes_in_several_pieces_arrive_in_order() -> None:
     sent = bytes(range(256)) * 4000
 
-    def program(world: _Small) -> None:
+    def program(world: _SmallWorld) -> None:
         _serve_echo(world)
         world.network.link("client", "server").split = 1.0
 
@@ -324,18 +326,18 @@ def test_bytes_arrive_in_order_whatever_their_pieces() -> None:
             transport, reader = await asyncio.get_running_loop().create_connection(_Reader, "server", 80)
             transport.write(sent)
             await asyncio.sleep(10)
-            world.noted.append((b"".join(reader.pieces), len(reader.pieces) > 1))
+            world.notes.append((b"".join(reader.pieces), len(reader.pieces) > 1))
             transport.close()
 
         _talk(world, client)
 
-    noted, outcome = _run(program)
-    assert noted == [(sent, True)]
+    notes, outcome = _run(program)
+    assert notes == [(sent, True)]
     assert not outcome.failures
 
 
-def test_connections_end_as_tcps_do() -> None:
-    def program(world: _Small) -> None:
+def test_connections_end_as_in_tcp() -> None:
+    def program(world: _SmallWorld) -> None:
         server = _serve_echo(world)
 
         async def client() -> None:
@@ -345,26 +347,26 @@ def test_connections_end_as_tcps_do() -> None:
             _, killed = await loop.create_connection(_Reader, "server", 80)
             reset, cut_off = [(await loop.create_connection(_Reader, "server", 80)) for _ in range(2)]
             reset[0].get_extra_info("socket").endpoint.reset()
-            world.noted.append(await reset[1].lost)
+            world.notes.append(await reset[1].lost)
             world.network.set_down(world.network.links_of("server"), True)
             cut_off[0].write(b"into the void")
             await asyncio.sleep(100)
-            world.noted.append((list(cut_off[1].pieces), cut_off[1].lost.done()))
+            world.notes.append((list(cut_off[1].pieces), cut_off[1].lost.done()))
             world.network.set_down(world.network.links_of("server"), False)
             await asyncio.sleep(10)
-            world.noted.append(cut_off[1].pieces)
+            world.notes.append(cut_off[1].pieces)
             server.crash()
-            world.noted.append(await killed.lost)
+            world.notes.append(await killed.lost)
 
         _talk(world, client)
 
-    noted, outcome = _run(program)
+    notes, outcome = _run(program)
     assert not outcome.failures
-    assert noted == ["ConnectionResetError", ([], False), [b"into the void"], "NoneType"]
+    assert notes == ["ConnectionResetError", ([], False), [b"into the void"], "NoneType"]
 
 
-class _Deaf(_Reader):
-    """Reads nothing for its first 5 s."""
+class _PausedReader(_Reader):
+    """A reader that reads no data in its first 5 s."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -372,10 +374,10 @@ class _Deaf(_Reader):
         asyncio.get_running_loop().call_later(5, transport.resume_reading)
 
 
-def test_a_peer_that_stops_reading_holds_the_writer_up() -> None:
-    def program(world: _Small) -> None:
+def test_a_writer_waits_for_a_peer_that_does_not_read() -> None:
+    def program(world: _SmallWorld) -> None:
         async def serve() -> None:
-            await asyncio.get_running_loop().create_server(_Deaf, "server", 80)
+            await asyncio.get_running_loop().create_server(_PausedReader, "server", 80)
             await asyncio.sleep(400)
 
         world.make_process("server").start_loop(serve)
@@ -384,43 +386,43 @@ def test_a_peer_that_stops_reading_holds_the_writer_up() -> None:
             transport, _ = await asyncio.get_running_loop().create_connection(_Reader, "server", 80)
             transport.write(bytes(4_000_000))
             await asyncio.sleep(4)
-            world.noted.append(transport.get_write_buffer_size() > 3_000_000)
+            world.notes.append(transport.get_write_buffer_size() > 3_000_000)
             await asyncio.sleep(4)
-            world.noted.append(transport.get_write_buffer_size())
+            world.notes.append(transport.get_write_buffer_size())
 
         _talk(world, client)
 
-    noted, _ = _run(program)
-    assert noted == [True, 0]
+    notes, _ = _run(program)
+    assert notes == [True, 0]
 
 
-def test_the_standard_library_is_itself_again() -> None:
+def test_a_run_restores_the_standard_library() -> None:
     _run(_count_without_lock)
     assert threading.Lock is _REAL_LOCK
     assert time.sleep is _REAL_SLEEP
 
 
-def test_what_arrives_at_one_moment_is_spread_over_turns_in_its_order() -> None:
-    def program(world: _Small) -> None:
+def test_simultaneous_arrivals_are_spread_over_turns_in_their_order() -> None:
+    def program(world: _SmallWorld) -> None:
         process = world.make_process("p")
         process.spreads_over_turns = True
 
         async def main() -> None:
             turns, has_begun = itertools.count(), asyncio.Event()
-            arrivals = [functools.partial(lambda i: world.noted.append((next(turns), i)), i) for i in range(8)]
+            arrivals = [functools.partial(lambda i: world.notes.append((next(turns), i)), i) for i in range(8)]
             callbacks: list[Callable[[], object]] = [has_begun.set, *arrivals]
             for arrival in callbacks:
                 world.scheduler.call_later(1.0, functools.partial(process.loops[0].post, arrival))
             await has_begun.wait()
-            for _ in range(100):  # a turn each
+            for _ in range(100):  # one turn in each iteration
                 next(turns)
                 await asyncio.sleep(0)
 
         process.start_loop(main)
 
-    noted, outcome = _run(program)
+    notes, outcome = _run(program)
     assert not outcome.failures
-    assert [i for _, i in noted] == list(range(8))
-    later = [after - before > 1 for (before, _), (after, _) in itertools.pairwise(noted)]
+    assert [i for _, i in notes] == list(range(8))
+    later = [after - before > 1 for (before, _), (after, _) in itertools.pairwise(notes)]
     assert True in later
     assert False in later

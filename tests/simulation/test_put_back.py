@@ -1,4 +1,4 @@
-"""The old defects of ``simulation/put_back.py`` can be put back into the code as it is now."""
+"""Each old defect of ``simulation/put_back.py`` can be put back into the present code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from simulation.put_back import DEFECTS, ROOT, Defect
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_a_defect_has_one_place(defect: Defect) -> None:
+def test_the_code_that_a_defect_replaces_occurs_once(defect: Defect) -> None:
     assert (ROOT / defect.file).read_text().count(defect.old) == 1
     assert defect.old != defect.new

@@ -1,4 +1,4 @@
-"""Seeds of the simulated worlds: those that found defects, and some new ones each time."""
+"""Seeds of the simulated worlds: those that found defects, and new ones on request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Seconds of new seeds for each world: ``SIMULATE_SECONDS=15 scripts/test tests/simulation``.
+# How long to run new seeds in each world: ``SIMULATE_SECONDS=15 scripts/test tests/simulation``.
 SECONDS = float(os.environ.get("SIMULATE_SECONDS", "0"))
 
 
@@ -19,20 +19,20 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_seeds_that_found_defects_find_none() -> None:
+def test_seeds_that_found_defects_now_pass() -> None:
     found = simulate("--regressions")
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.skipif(not SECONDS, reason="new seeds can find what nobody knows yet: SIMULATE_SECONDS=15 runs them")
+@pytest.mark.skipif(not SECONDS, reason="new seeds can find unknown defects: SIMULATE_SECONDS=15 runs them")
 @pytest.mark.parametrize("world", ["router", "fleet", "pool", "pair"])
-def test_new_seeds_find_nothing(world: str) -> None:
+def test_new_seeds_pass(world: str) -> None:
     found = simulate("--world", world, "--minutes", str(SECONDS / 60), "--jobs", "1")
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_a_seed_is_one_timeline_whatever_the_hashes_of_texts() -> None:
-    """Texts have other hashes in Python 3.10 than in 3.11, so a set of them has another order there."""
+def test_a_seed_has_the_same_timeline_with_different_hashes_of_strings() -> None:
+    """Strings have different hashes in Python 3.10 and 3.11, so a set of them has a different order."""
     signs = {"router": "ends: right 200", "fleet": "ends: right 200", "pool": "save answered", "pair": "'length'}"}
     program = f"""
 import sys
@@ -57,7 +57,7 @@ for world in {list(signs)}:
     assert simulate("--world", "router", "--seed", "2", "--trace").stdout == one[0]
 
 
-def test_a_failure_is_shrunk_to_what_it_needs(tmp_path: Path) -> None:
+def test_shrink_removes_the_events_that_a_failure_does_not_need(tmp_path: Path) -> None:
     program = tmp_path / "shrinks.py"
     program.write_text(
         """
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     assert found.stdout.split() == ["7", "21"]
 
 
-def test_a_seed_that_fails_is_printed_with_the_command_that_repeats_it(tmp_path: Path) -> None:
+def test_a_failed_seed_is_printed_with_the_command_that_repeats_it(tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text(
         """

@@ -1,11 +1,11 @@
-"""SGLang's module ``sglang.srt.mem_cache.hicache_storage``: the installed one where it can be had, else a double.
+"""SGLang's module ``sglang.srt.mem_cache.hicache_storage``: the module of an installed SGLang, or a double.
 
-Next to it the settings of a server, where SGLang's own processes find them; they are a double of ``ServerArgs`` in both
-cases, with a field for each that SGLang 0.5.23 has (``sglang_fields.txt``).
+In both cases, the settings of the server are a double of ``ServerArgs`` with the fields of SGLang 0.5.23
+(``sglang_fields.txt``).
 
-Importing SGLang as a whole needs its GPU kernels; this one module needs little more than torch. So of an installed
-SGLang (or one unpacked in a folder that is on the path) the packages above the module are stood in for by empty ones.
-``import_hybrid`` imports its host pools of hybrid models, too.
+To import all of SGLang needs its GPU kernels, but this module needs little more than torch. So the packages above the
+module are replaced by empty ones, also for an SGLang that is only unpacked in a folder on the path. ``import_hybrid``
+imports SGLang's host pools of hybrid models.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FIELDS", "import_hybrid", "installed_fields", "is_installed", "serve", "sglang_module"]
+__all__ = ["FIELDS", "import_hybrid", "is_installed", "read_installed_fields", "set_server_settings", "sglang_module"]
 
 NAME = "sglang.srt.mem_cache.hicache_storage"
 _PARENTS = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
-# Packages and modules that need GPU kernels or models, of which a module of the hybrid pools uses little or nothing.
+# Packages and modules that need GPU kernels or models. The modules of the hybrid pools use almost nothing of them.
 _MORE_PARENTS = ("sglang.srt.configs", "sglang.srt.layers", "sglang.srt.layers.quantization")
 _UNUSED = ("sglang.srt.observability.metrics_collector", "sglang.srt.session.streaming_session")
 _CONTEXT = "sglang.srt.runtime_context"
@@ -43,12 +43,12 @@ _ServerArgs = dataclasses.make_dataclass(
 
 
 def is_installed() -> bool:
-    """Whether SGLang's own module can be had."""
+    """Return whether SGLang's own module is installed."""
     return find_spec("sglang") is not None
 
 
-def installed_fields() -> set[str]:
-    """The fields of the installed SGLang's ``ServerArgs``, read from its source, as importing it needs GPU kernels."""
+def read_installed_fields() -> set[str]:
+    """Read the fields of the installed SGLang's ``ServerArgs`` from its source: to import it needs GPU kernels."""
     spec = find_spec("sglang")
     assert spec is not None
     assert spec.origin is not None
@@ -63,8 +63,8 @@ def installed_fields() -> set[str]:
     }
 
 
-def serve(settings: dict[str, Any] | None) -> None:
-    """Have SGLang tell these settings, and its defaults for others; None: it tells none, as an older version."""
+def set_server_settings(settings: dict[str, Any] | None) -> None:
+    """Set the settings of SGLang's server, with defaults for the others; None: there are none, as in old versions."""
 
     server = _ServerArgs()
     vars(server)["resolved_dict"] = lambda: dict.fromkeys(FIELDS) | (settings or {})
@@ -103,7 +103,7 @@ def _make_class(name: str) -> type:
 
 @contextmanager
 def sglang_module(*, real: bool) -> Iterator[Any]:
-    """Our integration, loaded on SGLang's own module or on the double; both are forgotten afterwards."""
+    """Yield our integration, loaded with SGLang's module or the double. Afterwards, unload both."""
     before = set(sys.modules)
     root = find_spec("sglang") if real else None
     try:
@@ -113,13 +113,13 @@ def sglang_module(*, real: bool) -> Iterator[Any]:
                 parent.__path__ = [str(Path(root.origin).parent.joinpath(*name.split(".")[1:]))]
             sys.modules[name] = parent
         if not real:
-            sys.modules[NAME] = _double()
+            sys.modules[NAME] = _make_double()
             for name, members in _OTHER_DOUBLES.items():
                 sys.modules[name] = types.ModuleType(name)
                 vars(sys.modules[name]).update(members)
         importlib.import_module(NAME)
         importlib.import_module(_CONTEXT)
-        serve({})
+        set_server_settings({})
         yield importlib.import_module("kvstore_backend.integrations.sglang")
     finally:
         for name in set(sys.modules) - before:
@@ -135,8 +135,8 @@ _OTHER_DOUBLES: dict[str, dict[str, Any]] = {
 }
 
 
-def _double() -> types.ModuleType:
-    """What of SGLang 0.5.23's module the integration meets: abstract methods, names of pools, rules, the result."""
+def _make_double() -> types.ModuleType:
+    """Make the part of SGLang 0.5.23's module that the integration uses."""
 
     class PoolName(str, enum.Enum):
         KV = "kv"
@@ -192,6 +192,6 @@ def _double() -> types.ModuleType:
         def exists(self, key: str) -> bool: ...
 
     module = types.ModuleType(NAME)
-    for each in (PoolName, PoolHitPolicy, PoolTransfer, PoolTransferResult, HiCacheStorage):
-        setattr(module, each.__name__, each)
+    for kind in (PoolName, PoolHitPolicy, PoolTransfer, PoolTransferResult, HiCacheStorage):
+        setattr(module, kind.__name__, kind)
     return module

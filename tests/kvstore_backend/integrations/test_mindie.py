@@ -1,4 +1,4 @@
-"""MindIE's configuration, from the pair in examples/mindie; MindIE itself needs Ascend cards and is not run."""
+"""MindIE's configuration, from the two files in examples/mindie. MindIE itself needs Ascend cards, and does not run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "mindie"
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 
-def pair(folder: Path, change: Change = lambda backend, mooncake: None) -> Path:
-    """A copy of the example, changed."""
+def copy_example(folder: Path, change: Change = lambda backend, mooncake: None) -> Path:
+    """Write a changed copy of the example; return the path of the server's file."""
     server, mooncake = (json.loads((EXAMPLE / name).read_text()) for name in ("config.json", "mooncake.json"))
     change(server["BackendConfig"], mooncake)
     (folder / "mooncake.json").write_text(json.dumps(mooncake))
@@ -31,12 +31,12 @@ def pair(folder: Path, change: Change = lambda backend, mooncake: None) -> Path:
     return folder / "config.json"
 
 
-def models(backend: dict[str, Any]) -> list[dict[str, Any]]:
+def list_models(backend: dict[str, Any]) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = backend["ModelDeployConfig"]["ModelConfig"]
     return listed
 
 
-def test_the_example_is_what_mindies_server_takes() -> None:
+def test_mindies_server_accepts_the_example() -> None:
     server = read_server(EXAMPLE / "config.json")
     assert server.pool is not None
     assert isinstance(server.pool.store, MooncakeSettings)
@@ -46,19 +46,27 @@ def test_the_example_is_what_mindies_server_takes() -> None:
 
 
 @pytest.mark.parametrize("plugins", ["prefix_cache", "mtp,prefix_cache", "prefix_cache, splitfuse"])
-def test_the_prefix_cache_may_be_one_plugin_of_several(tmp_path: Path, plugins: str) -> None:
-    path = pair(tmp_path, lambda b, _: models(b)[0].update(plugin_params=json.dumps({"plugin_type": plugins})))
+def test_the_prefix_cache_can_be_one_of_several_plugins(tmp_path: Path, plugins: str) -> None:
+    path = copy_example(
+        tmp_path, lambda b, _: list_models(b)[0].update(plugin_params=json.dumps({"plugin_type": plugins}))
+    )
     assert read_server(path).pool is not None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b, m: models(b)[0].pop("plugin_params"), "a pool needs the prefix cache"),
-        (lambda b, m: models(b)[0].update(plugin_params='{"plugin_type": "mtp"}'), "a pool needs the prefix cache"),
-        (lambda b, m: models(b)[0].update(plugin_params={"plugin_type": "prefix_cache"}), "a pool needs the prefix"),
-        (lambda b, m: models(b)[0].update(plugin_params="prefix_cache"), "is a string that is not valid JSON"),
-        (lambda b, m: models(b).append({"modelName": "two"}), r"ModelConfig\[1\]"),
+        (lambda b, m: list_models(b)[0].pop("plugin_params"), "a pool needs the prefix cache"),
+        (
+            lambda b, m: list_models(b)[0].update(plugin_params='{"plugin_type": "mtp"}'),
+            "a pool needs the prefix cache",
+        ),
+        (
+            lambda b, m: list_models(b)[0].update(plugin_params={"plugin_type": "prefix_cache"}),
+            "a pool needs the prefix",
+        ),
+        (lambda b, m: list_models(b)[0].update(plugin_params="prefix_cache"), "is a string that is not valid JSON"),
+        (lambda b, m: list_models(b).append({"modelName": "two"}), r"ModelConfig\[1\]"),
         (lambda b, m: b.pop("ModelDeployConfig"), "names no model"),
         (lambda b, m: b["kvPoolConfig"].update(configPath="lost.json"), "lost.json.* does not exist"),
         (lambda b, m: b["kvPoolConfig"].update(backend="unifiedcache"), "'unifiedcache'; it must be mooncake"),
@@ -69,63 +77,63 @@ def test_the_prefix_cache_may_be_one_plugin_of_several(tmp_path: Path, plugins: 
         (lambda b, m: m.update(protocol="tcp"), "is 'tcp'; MindIE accepts only 'ascend'"),
     ],
 )
-def test_what_mindies_server_would_refuse_is_refused(tmp_path: Path, change: Change, message: str) -> None:
+def test_a_configuration_that_mindies_server_refuses_is_refused(tmp_path: Path, change: Change, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_server(pair(tmp_path, change))
+        read_server(copy_example(tmp_path, change))
 
 
-def test_an_empty_backend_turns_pooling_off_and_asks_for_nothing_else(tmp_path: Path) -> None:
-    def off(backend: dict[str, Any], mooncake: dict[str, Any]) -> None:
+def test_an_empty_backend_turns_the_pool_off(tmp_path: Path) -> None:
+    def turn_off(backend: dict[str, Any], mooncake: dict[str, Any]) -> None:
         backend["kvPoolConfig"].update(backend="", configPath="")
-        models(backend)[0].pop("plugin_params")
+        list_models(backend)[0].pop("plugin_params")
 
-    assert read_server(pair(tmp_path, off)).pool is None
+    assert read_server(copy_example(tmp_path, turn_off)).pool is None
 
 
-def test_another_file_is_no_servers_configuration() -> None:
+def test_a_file_that_is_not_a_servers_configuration_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not a configuration of a MindIE server"):
         read_server(EXAMPLE / "mooncake.json")
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_the_pool_may_be_written_as_a_string(tmp_path: Path, as_text: bool) -> None:
+def test_the_pools_configuration_can_be_a_string(tmp_path: Path, as_text: bool) -> None:
     def change(backend: dict[str, Any], _: dict[str, Any]) -> None:
         if as_text:
             backend["kvPoolConfig"] = json.dumps(backend["kvPoolConfig"])
 
-    pool = read_server(pair(tmp_path, change)).pool
+    pool = read_server(copy_example(tmp_path, change)).pool
     assert pool is not None
     assert isinstance(pool.store, MooncakeSettings)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     def spoil(backend: dict[str, Any], mooncake: dict[str, Any]) -> None:
-        models(backend)[0].pop("plugin_params")
+        list_models(backend)[0].pop("plugin_params")
         mooncake.update(metadata_server="http://10.0.0.1:15002/metadata", protocol="tcp")
         mooncake.pop("use_ascend_direct")
 
-    told = [mistake.text for mistake in find_mistakes(pair(tmp_path, spoil)) if mistake.is_fatal]
-    assert len(told) == 4
-    for name, text in zip(("plugin_params", "metadata_server", "protocol", "use_ascend_direct"), told, strict=True):
+    texts = [mistake.text for mistake in find_mistakes(copy_example(tmp_path, spoil)) if mistake.is_fatal]
+    assert len(texts) == 4
+    for name, text in zip(("plugin_params", "metadata_server", "protocol", "use_ascend_direct"), texts, strict=True):
         assert f'"{name}"' in text
 
 
-def test_the_model_and_the_cards_that_share_it_are_known() -> None:
+def test_the_model_and_the_number_of_its_cards_are_read() -> None:
     server = read_server(EXAMPLE / "config.json")
     assert (server.model, server.cards_per_model) == (Path("/data/Qwen2.5-7B-Instruct"), 8)
 
 
 @pytest.fixture
-def own_log_level() -> Iterator[None]:
-    """The doctor silences the log, for it is a program of its own: here it is part of this one."""
+def restored_log_level() -> Iterator[None]:
+    """Restore the log level: the doctor, which is usually a program of its own, disables the log."""
     logger = logging.getLogger("kvstore_backend")
     level = logger.level
     yield
     logger.setLevel(level)
 
 
-class SetUp:
-    """A MindIE server's files on a machine with Ascend cards, beside a master that runs; at first as all should be."""
+class Setup:
+    """A MindIE server's files, first without mistakes, on a simulated machine with Ascend cards, and a real master."""
 
     def __init__(self, folder: Path, machine: AscendMachine, master: MooncakeMaster) -> None:
         self.folder = folder
@@ -139,30 +147,30 @@ class SetUp:
         self.mooncake.update(master_server_address=master.address, global_segment_size="64MB")
 
     def diagnose(self, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str]]:
-        """The exit status of doctor, and what it says of each subject that is not well."""
+        """Return the exit status of the doctor, and its text for each failure, or for each warning if none fails."""
         (self.folder / "mooncake.json").write_text(json.dumps(self.mooncake))
         (self.folder / "config.json").write_text(json.dumps(self._config))
         status = main(["doctor", "--json", str(self.folder / "config.json"), "--cards", str(self.cards)])
         findings = json.loads(capsys.readouterr().out)["findings"]
-        bad = [each for each in findings if each["level"] == ("fail" if status else "warn")]
-        return status, {each["subject"]: f"{each['text']} -> {each['remedy']}" for each in bad}
+        bad = [finding for finding in findings if finding["level"] == ("fail" if status else "warn")]
+        return status, {finding["subject"]: f"{finding['text']} -> {finding['remedy']}" for finding in bad}
 
 
 @pytest.fixture
-def set_up(
+def setup(
     tmp_path: Path,
     ascend_machine: AscendMachine,
     mooncake_master: MooncakeMaster,
     monkeypatch: pytest.MonkeyPatch,
-    own_log_level: None,
-) -> SetUp:
-    # What only cards can tell; everything before it is as on a machine that has them.
+    restored_log_level: None,
+) -> Setup:
+    # Only this check needs real cards.
     monkeypatch.setattr(doctor, "try_pool", lambda _: iter([ok("trial", "not tried: there are no cards here")]))
-    return SetUp(tmp_path, ascend_machine, mooncake_master)
+    return Setup(tmp_path, ascend_machine, mooncake_master)
 
 
-def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.CaptureFixture[str]) -> None:
-    status, warnings = set_up.diagnose(capsys)
+def test_a_setup_as_in_the_guide_passes(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    status, warnings = setup.diagnose(capsys)
     assert (status, set(warnings) - {"master's flags"}) == (0, {"context", "protocol"})
 
 
@@ -195,17 +203,17 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
             "MindIE",
             "\"backend\": 'memory'",
             "it must be mooncake",
-            id="4 the backend memory",
+            id="4 a memory backend",
         ),
         pytest.param(
             lambda s: s.backend["kvPoolConfig"].update(backend="file"),
             "MindIE",
             "\"backend\": 'file'",
             "it must be mooncake",
-            id="5 the backend file",
+            id="5 a file backend",
         ),
         pytest.param(
-            lambda s: models(s.backend)[0].update(plugin_params='{"plugin_type": "mtp"}'),
+            lambda s: list_models(s.backend)[0].update(plugin_params='{"plugin_type": "mtp"}'),
             "MindIE",
             '"plugin_params" of ModelConfig[0]',
             "a pool needs the prefix cache",
@@ -223,7 +231,7 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
             "MindIE",
             "'/nowhere/mooncake.json'",
             "does not exist",
-            id="8 a file that is not there",
+            id="8 a missing file",
         ),
         pytest.param(
             lambda s: s.machine.hccn_file.unlink(),
@@ -244,14 +252,14 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
             "LD_LIBRARY_PATH",
             "libmooncake_common.so, libtransfer_engine.so, libmooncake_store.so",
             "export LD_LIBRARY_PATH=",
-            id="11 libraries that are not found",
+            id="11 missing libraries",
         ),
         pytest.param(
             lambda s: s.machine.install("mooncake-transfer-engine-non-cuda"),
             "ascend build",
             "the installed mooncake-transfer-engine-non-cuda has no ascend transport",
             "pip install mooncake-transfer-engine-npu",
-            id="12 a Mooncake for other machines",
+            id="12 a Mooncake without Ascend",
         ),
         pytest.param(
             lambda s: setattr(s, "cards", 513),
@@ -272,49 +280,45 @@ def test_a_set_up_as_the_guide_wants_it_passes(set_up: SetUp, capsys: pytest.Cap
             "MindIE",
             '"local_hostname" is not in',
             "MindIE has no default for it",
-            id="15 no name of the machine",
+            id="15 no hostname",
         ),
     ],
 )
-def test_a_broken_set_up_is_told_by_name_with_its_remedy(
-    set_up: SetUp,
+def test_the_doctor_names_each_mistake_and_its_remedy(
+    setup: Setup,
     capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[SetUp], object],
+    spoil: Callable[[Setup], object],
     subject: str,
     named: str,
     remedy: str,
 ) -> None:
-    spoil(set_up)
-    status, failures = set_up.diagnose(capsys)
+    spoil(setup)
+    status, failures = setup.diagnose(capsys)
     assert status == 1
     assert list(failures) == [subject]
     assert named in failures[subject]
     assert remedy in failures[subject]
 
 
-def test_a_path_that_depends_on_where_the_server_is_started_is_a_warning(
-    set_up: SetUp, capsys: pytest.CaptureFixture[str]
-) -> None:
-    set_up.backend["kvPoolConfig"]["configPath"] = "mooncake.json"
-    status, warnings = set_up.diagnose(capsys)
+def test_a_relative_path_is_a_warning(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    setup.backend["kvPoolConfig"]["configPath"] = "mooncake.json"
+    status, warnings = setup.diagnose(capsys)
     assert status == 0
     assert "searches it in the folder in which its server is started" in warnings["MindIE"]
-    assert f"write '{set_up.folder}/mooncake.json'" in warnings["MindIE"]
+    assert f"write '{setup.folder}/mooncake.json'" in warnings["MindIE"]
 
 
-def test_a_variable_for_other_engines_changes_nothing_for_mindie(
-    set_up: SetUp, capsys: pytest.CaptureFixture[str]
-) -> None:
-    set_up.machine.set_variable("MOONCAKE_PROTOCOL", "tcp")
-    assert set_up.diagnose(capsys)[0] == 0
+def test_a_variable_for_other_engines_does_not_affect_mindie(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    setup.machine.set_variable("MOONCAKE_PROTOCOL", "tcp")
+    assert setup.diagnose(capsys)[0] == 0
 
 
-@pytest.mark.usefixtures("own_log_level")
-def test_the_doctor_says_what_the_cards_links_take(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("restored_log_level")
+def test_the_doctor_reports_the_memory_for_links_between_cards(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", str(EXAMPLE / "config.json")])
-    said = capsys.readouterr().out
-    assert "the prefix cache is on in every model" in said
-    assert "give --cards the number of cards in all servers of the pool" in said
-    assert "7 x 4 MB = 28 MB" in said
-    assert "lower it from 0.92 to 0.91" in said
-    assert "600 MB less for KV on every card" in said
+    output = capsys.readouterr().out
+    assert "the prefix cache is on in every model" in output
+    assert "give --cards the number of cards in all servers of the pool" in output
+    assert "7 x 4 MB = 28 MB" in output
+    assert "lower it from 0.92 to 0.91" in output
+    assert "600 MB less for KV on every card" in output

@@ -1,4 +1,4 @@
-"""A promise to engines beyond Mooncake's own client's: memory is theirs again when a call returns."""
+"""Our replacement of Mooncake's client. Unlike Mooncake's, a call uses no memory of the engine after its return."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.mooncake import mooncake_master
 from tests.support.strict_registration import Registered, StrictStore
 from tests.support.waiting import wait_until
 
-GIVEN_UP = -800
+FAILED = -800
 
 
-class InNamespace(PooledClient):
-    """A client whose keys are of the tests' namespace."""
+class ClientInNamespace(PooledClient):
+    """A client with keys of the tests' namespace."""
 
     def namespace(self) -> Namespace:
         return NAMESPACE
@@ -40,7 +40,7 @@ class InNamespace(PooledClient):
 
 @dataclass
 class Client:
-    """A client whose store does as it is told, behind short deadlines."""
+    """A client with short deadlines, and its store, to which tests add faults."""
 
     client: PooledClient
     store: FaultInjector
@@ -48,12 +48,12 @@ class Client:
 
 
 @pytest.fixture
-def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     store = FaultInjector(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: CheckedBackend(store), Deadlines(0.2, 0.05, 1e9))
     wait_until(lambda: guarded.is_ready, "the store")
     monkeypatch.setattr(mooncake_client, "open_pool", lambda config, namespace, *_, **__: BlockPool(guarded, namespace))
-    client = InNamespace()
+    client = ClientInNamespace()
     assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
     with contextlib.closing(client):
         yield Client(client, store, guarded)
@@ -62,19 +62,19 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PooledClient, Registered]]:
-    """A client of a store that moves bytes from and to registered memory alone, as over RDMA."""
+    """Yield a client of a store that transfers only registered memory, as with RDMA."""
     store = StrictStore(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: CheckedBackend(store))
     wait_until(lambda: guarded.is_ready, "the store")
     monkeypatch.setattr(mooncake_client, "open_pool", lambda config, namespace, *_, **__: BlockPool(guarded, namespace))
     monkeypatch.setattr(mooncake_client, "_WARM_UP_SECONDS", 0.0)
-    client = InNamespace()
+    client = ClientInNamespace()
     assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
     with contextlib.closing(client):
         yield client, store.registered
 
 
-def test_values_of_bytes_lie_in_memory_that_rdma_was_told_of(strict: tuple[PooledClient, Registered]) -> None:
+def test_bytes_are_copied_to_registered_memory(strict: tuple[PooledClient, Registered]) -> None:
     client, registered = strict
     assert client.put("warm-up", b"value") == 0
     for_headers = dict(registered.regions)
@@ -82,86 +82,84 @@ def test_values_of_bytes_lie_in_memory_that_rdma_was_told_of(strict: tuple[Poole
     assert (registered.complaints, registered.regions) == ([], for_headers)
 
 
-def test_before_it_is_set_up_a_client_fails_every_call() -> None:
-    client, memory = InNamespace(), Memory(8)
-    assert client.batch_put_from(["a", "b"], [memory.address] * 2, [8] * 2) == [GIVEN_UP] * 2
-    assert client.batch_get_into(["a", "b"], [memory.address] * 2, [8] * 2) == [GIVEN_UP] * 2
-    assert client.batch_remove(["a", "b"]) == [GIVEN_UP] * 2
+def test_every_call_before_setup_fails() -> None:
+    client, memory = ClientInNamespace(), Memory(8)
+    assert client.batch_put_from(["a", "b"], [memory.address] * 2, [8] * 2) == [FAILED] * 2
+    assert client.batch_get_into(["a", "b"], [memory.address] * 2, [8] * 2) == [FAILED] * 2
+    assert client.batch_remove(["a", "b"]) == [FAILED] * 2
     assert client.batch_is_exist(["a", "b"]) == [0, 0]
-    assert (client.put("a", b"value"), client.get("a"), client.remove_all()) == (GIVEN_UP, b"", GIVEN_UP)
-    assert (client.register_buffer(memory.address, 8), client.health_check()) == (GIVEN_UP, 1)
+    assert (client.put("a", b"value"), client.get("a"), client.remove_all()) == (FAILED, b"", FAILED)
+    assert (client.register_buffer(memory.address, 8), client.health_check()) == (FAILED, 1)
 
 
-def test_with_a_value_its_size_is_removed(one: Client) -> None:
-    assert one.client.put("a", b"value") == 0
-    assert one.client.batch_remove(["a", "b"]) == [0, -704]
-    assert (one.client.get("a"), one.client.is_exist("a\0size")) == (b"", 0)
+def test_the_removal_of_a_value_removes_its_size(faulty: Client) -> None:
+    assert faulty.client.put("a", b"value") == 0
+    assert faulty.client.batch_remove(["a", "b"]) == [0, -704]
+    assert (faulty.client.get("a"), faulty.client.is_exist("a\0size")) == (b"", 0)
 
 
-def test_a_value_in_several_pieces_is_read_into_several_others(one: Client) -> None:
+def test_a_value_in_several_buffers_is_read_into_other_buffers(faulty: Client) -> None:
     source, target = Memory(b"three pieces"), Memory(12)
     put, got = (
-        [[span.address for span in each], [span.nbytes for span in each]]
-        for each in (source.spans(5, 1, 6), target.spans(6, 6))
+        [[span.address for span in spans], [span.nbytes for span in spans]]
+        for spans in (source.spans(5, 1, 6), target.spans(6, 6))
     )
-    assert one.client.batch_put_from_multi_buffers(["a"], [put[0]], [put[1]]) == [0]
-    assert one.client.batch_get_into_multi_buffers(["a"], [got[0]], [got[1]]) == [12]
+    assert faulty.client.batch_put_from_multi_buffers(["a"], [put[0]], [put[1]]) == [0]
+    assert faulty.client.batch_get_into_multi_buffers(["a"], [got[0]], [got[1]]) == [12]
     assert target.content == b"three pieces"
-    assert one.client.batch_get_into_multi_buffers(["b"], [got[0]], [got[1]]) == [-704]
+    assert faulty.client.batch_get_into_multi_buffers(["b"], [got[0]], [got[1]]) == [-704]
 
 
 @pytest.mark.parametrize("call", ["put", "get"])
-def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_memory(
-    one: Client, call: Literal["put", "get"]
-) -> None:
+def test_a_late_call_returns_when_it_no_longer_uses_the_memory(faulty: Client, call: Literal["put", "get"]) -> None:
     memory = Memory(1000)
     [span] = memory.value
-    ask = one.client.batch_put_from if call == "put" else one.client.batch_get_into
-    one.store.faults = [Fault.HANGS]
+    ask = faulty.client.batch_put_from if call == "put" else faulty.client.batch_get_into
+    faulty.store.faults = [Fault.HANGS]
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask, ["a"], [span.address], [span.nbytes])
-        wait_until(lambda: one.guarded.late_calls == 1, "the deadline")
-        assert not wait([asked], timeout=0.3).done
-        one.store.go_on()
-        assert asked.result(10) == [GIVEN_UP]
+        future = thread.submit(ask, ["a"], [span.address], [span.nbytes])
+        wait_until(lambda: faulty.guarded.late_calls == 1, "the deadline")
+        assert not wait([future], timeout=0.3).done
+        faulty.store.go_on()
+        assert future.result(10) == [FAILED]
 
 
-def test_an_engines_warm_up_waits_out_anothers_crash(one: Client) -> None:
-    one.store.faults = [Fault.FAILED] * 3
-    assert one.client.put("warm-up", b"value") == 0
-    assert one.client.get("warm-up") == b"value"
+def test_the_warm_up_is_repeated_until_it_succeeds(faulty: Client) -> None:
+    faulty.store.faults = [Fault.FAILED] * 3
+    assert faulty.client.put("warm-up", b"value") == 0
+    assert faulty.client.get("warm-up") == b"value"
 
 
-def test_a_put_after_the_warm_up_is_tried_once(one: Client) -> None:
-    assert one.client.put("warm-up", b"value") == 0
-    one.store.faults = [Fault.FAILED]
-    assert one.client.put("later", b"value") == GIVEN_UP
-    assert one.client.put("later", b"value") == 0
+def test_a_put_after_the_warm_up_is_not_repeated(faulty: Client) -> None:
+    assert faulty.client.put("warm-up", b"value") == 0
+    faulty.store.faults = [Fault.FAILED]
+    assert faulty.client.put("later", b"value") == FAILED
+    assert faulty.client.put("later", b"value") == 0
 
 
-def test_a_warm_up_that_cannot_succeed_ends(one: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_that_cannot_succeed_ends_with_an_error(faulty: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_client, "_WARM_UP_SECONDS", 0.5)
-    assert one.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
-    assert one.client.put("larger than the store", bytes(2 << 20)) == GIVEN_UP
+    assert faulty.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
+    assert faulty.client.put("larger than the store", bytes(2 << 20)) == FAILED
 
 
-class PatientClient(InNamespace):
-    """A client of an engine that cannot go on without its blocks."""
+class PatientClient(ClientInNamespace):
+    """A client of an engine that cannot continue without its blocks."""
 
     def patience(self, config: PoolConfig) -> float:
         return 30.0
 
 
 @pytest.fixture
-def patient(one: Client) -> Iterator[Client]:
+def patient(faulty: Client) -> Iterator[Client]:
     client = PatientClient()
     assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1") == 0
     with contextlib.closing(client):
-        yield Client(client, one.store, one.guarded)
+        yield Client(client, faulty.store, faulty.guarded)
 
 
 class TestPatience:
-    def test_what_fails_is_tried_again(self, patient: Client) -> None:
+    def test_a_failed_call_is_repeated(self, patient: Client) -> None:
         source, target = Memory(b"block"), Memory(5)
         faults = patient.store.faults
         faults[:] = [Fault.FAILED] * 2
@@ -172,42 +170,42 @@ class TestPatience:
         assert patient.client.get_into("a", target.address, 5) == 5
         assert target.content == b"block"
 
-    def test_only_what_failed_is_tried_again(self, patient: Client) -> None:
-        asked: list[list[bytes]] = []
+    def test_only_the_failed_keys_are_repeated(self, patient: Client) -> None:
+        calls: list[list[bytes]] = []
 
-        def ask(hashes: list[bytes]) -> list[Status]:
-            asked.append(hashes)
-            return [Status.FAILED if each == b"b" and len(asked) == 1 else Status.OK for each in hashes]
+        def answer(hashes: list[bytes]) -> list[Status]:
+            calls.append(hashes)
+            return [Status.FAILED if name == b"b" and len(calls) == 1 else Status.OK for name in hashes]
 
-        assert patient.client._call_patiently(ask, [b"a", b"b"]) == [Status.OK] * 2
-        assert asked == [[b"a", b"b"], [b"b"]]
+        assert patient.client._call_patiently(answer, [b"a", b"b"]) == [Status.OK] * 2
+        assert calls == [[b"a", b"b"], [b"b"]]
 
-    def test_what_is_not_there_is_not_waited_for(self, patient: Client) -> None:
+    def test_a_look_up_of_an_absent_block_is_not_repeated(self, patient: Client) -> None:
         patient.store.calls.clear()
         assert patient.client.is_exist("a") == 0
         assert patient.store.calls == ["exists"]
 
-    def test_a_put_is_done_when_others_can_read_the_block(self, patient: Client) -> None:
-        """Mooncake says that a block is stored while another instance is still writing it."""
+    def test_a_put_ends_when_other_instances_can_read_the_block(self, patient: Client) -> None:
+        """Mooncake reports that a block is stored while another instance still writes it."""
         source = Memory(b"block")
         patient.store.calls.clear()
         patient.store.faults[:] = [Fault.NOTHING, Fault.FALSE_ABSENT]
         assert patient.client.put_from("a", source.address, 5) == 0
         assert patient.store.calls == ["put", "exists"] * 2
 
-    def test_it_ends(self, patient: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_repeated_calls_end_with_the_patience(self, patient: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(patient.client, "_patience", 0.5)
-        assert patient.client.put_from("larger than the store", Memory(2 << 20).address, 2 << 20) == GIVEN_UP
+        assert patient.client.put_from("larger than the store", Memory(2 << 20).address, 2 << 20) == FAILED
 
     def test_a_call_waits_for_an_answer_beyond_its_deadline(self, patient: Client) -> None:
-        """Else it would be given up, and the one after it would say that the block is not there."""
+        """Otherwise the next call would report the block as absent."""
         patient.store.faults[:] = [Fault.HANGS]
         with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(patient.client.is_exist, "a")
+            future = thread.submit(patient.client.is_exist, "a")
             assert patient.store.hanging.acquire(timeout=10)
-            assert not wait([asked], timeout=1).done
+            assert not wait([future], timeout=1).done
             patient.store.go_on()
-            assert asked.result(10) == 1
+            assert future.result(10) == 1
         assert patient.guarded.late_calls == 0
 
     def test_no_try_lasts_longer_than_patience(self, patient: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,12 +213,14 @@ class TestPatience:
         monkeypatch.setattr(patient.guarded, "deadlines", Deadlines(3600, 3600))
         patient.store.faults[:] = [Fault.HANGS]
         with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(patient.client.is_exist, "a")
-            given_up = not wait([asked], timeout=20).not_done
+            future = thread.submit(patient.client.is_exist, "a")
+            has_ended = not wait([future], timeout=20).not_done
             patient.store.go_on()
-        assert given_up
+        assert has_ended
 
-    def test_an_outage_is_waited_for_once(self, patient: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_the_first_call_of_an_outage_is_repeated(
+        self, patient: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(patient.client, "_patience", 0.5)
         monkeypatch.setattr(mooncake_client, "_PAUSE_SECONDS", 0.01)
         tries: list[list[bytes]] = []
@@ -237,9 +237,9 @@ class TestPatience:
         assert count_tries() > 1
         assert [count_tries(), count_tries()] == [1, 1]
         assert patient.client._call_patiently(lambda hashes: [Status.ABSENT], [b"a"]) == [Status.ABSENT]
-        assert count_tries() > 1, "that was the next outage"
+        assert count_tries() > 1, "this is the next outage"
 
-    def test_a_transfer_has_the_time_of_its_bytes_besides(
+    def test_the_deadline_of_a_transfer_grows_with_its_bytes(
         self, patient: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         moments: list[float] = []
@@ -257,17 +257,17 @@ class TestPatience:
             patient.client._call_patiently(answer, [b"a"], [[Span(0, nbytes)]])
         lookup, large, too_large = moments
         assert large - lookup == pytest.approx(10, abs=5)
-        assert too_large - lookup == pytest.approx(60, abs=5), "no longer than twice its patience of 30 s"
+        assert too_large - lookup == pytest.approx(60, abs=5), "at most twice the patience of 30 s"
 
 
 class NamedClient(PooledClient):
-    """A client that knows whose blocks it holds."""
+    """A client with a namespace of its own."""
 
     def namespace(self) -> Namespace:
         return Namespace("model", "float32", 64, 1, 1, 1, "bytes")
 
 
-def test_an_engine_that_read_rdma_from_its_file_is_served_by_the_variable_that_says_tcp(
+def test_the_variable_for_tcp_overrides_rdma_in_an_engines_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with mooncake_master(tmp_path / "log") as master:

@@ -1,4 +1,4 @@
-"""Settings of another engine as the namespace has them: equal where they have one effect, different where in doubt."""
+"""Settings of an engine in the namespace: texts are equal if the effect is the same, and different if in doubt."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def test_neutral_settings_are_left_out() -> None:
         (Kind.FP8, "fp8"),
     ],
 )
-def test_values_of_one_meaning_have_one_text(one: object, other: object) -> None:
+def test_values_with_the_same_meaning_have_the_same_text(one: object, other: object) -> None:
     assert json.dumps(text_of(one)).strip('"\\') == json.dumps(text_of(other)).strip('"\\')
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [(None, "none"), (False, 0), (1, 2), ("a", "b"), ([1], [2]), ({"a": 1}, {"a": 2}), (Path, Kind)]
 )
-def test_other_values_have_other_texts(one: object, other: object) -> None:
+def test_different_values_have_different_texts(one: object, other: object) -> None:
     assert text_of(one) != text_of(other)
 
 
-def test_a_file_counts_by_its_content_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_file_counts_by_its_content_and_not_by_its_folder(tmp_path: Path) -> None:
     for folder, content in (("one", "x"), ("two", "x"), ("three", "y")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "scales").write_text(content)
@@ -67,7 +67,7 @@ def test_names_of_files_in_a_folder_count(tmp_path: Path) -> None:
     assert texts[0] != texts[1]
 
 
-def test_a_draft_models_folder_counts_as_a_checkpoint_does(tmp_path: Path) -> None:
+def test_a_folder_with_a_draft_model_counts_as_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_name_or_path": "here"}')
     (tmp_path / "model.bin").write_bytes(b"weights")
     before = text_of(str(tmp_path))
@@ -84,13 +84,15 @@ def test_a_folder_with_a_configuration_and_no_weights_counts_by_its_files(tmp_pa
     assert text_of(str(tmp_path)) != before
 
 
-def test_a_word_is_no_file_even_where_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_without_a_slash_is_not_a_file_even_if_a_file_has_this_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "auto").write_text("x")
     assert text_of("auto") == "auto"
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "scales"
     file.write_text("x")
 
@@ -102,7 +104,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
         text_of(str(file))
 
 
-def test_the_digest_is_of_checkpoint_and_settings() -> None:
+def test_the_digest_depends_on_checkpoint_and_settings() -> None:
     digests = {digest_settings(*each) for each in (("a", {}), ("b", {}), ("a", {"x": "1"}), ("a", {"x": "2"}))}
     assert len(digests) == 4
     assert all(len(digest) == 32 for digest in digests)
@@ -112,7 +114,7 @@ def test_facts_are_the_settings_that_are_not_at_their_defaults() -> None:
     assert list_facts({"dtype": "half", "draft": "null"}, {"draft": "null"}) == {"setting dtype": "half"}
 
 
-def test_of_many_facts_none_changes_unseen() -> None:
+def test_a_change_of_any_of_many_settings_changes_the_facts() -> None:
     many = {f"name{i:02}": str(i) for i in range(30)}
     facts = list_facts(many, {})
     assert len(facts) == 11
@@ -128,7 +130,7 @@ def test_the_longest_facts_fit_a_manifest() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"FD_X_API_KEY": "s3cret"}, {"rsync_config": '{"etcd_password": "s3cret"}'}])
-def test_what_may_be_a_secret_is_in_no_manifest(settings: dict[str, str]) -> None:
+def test_a_manifest_contains_no_possible_secret(settings: dict[str, str]) -> None:
     facts = list_facts(settings, {})
     assert "s3cret" not in str(facts)
     assert facts != list_facts({name: f"{text} " for name, text in settings.items()}, {})
@@ -142,12 +144,12 @@ def make_adapter(folder: Path, alpha: int) -> Path:
     return folder
 
 
-def test_an_adapter_with_a_models_configuration_counts_by_its_own_configuration_too(tmp_path: Path) -> None:
+def test_an_adapter_in_the_folder_of_a_model_counts_by_its_own_configuration(tmp_path: Path) -> None:
     one, same, other = (make_adapter(tmp_path / str(i), alpha) for i, alpha in enumerate((8, 8, 16)))
     assert text_of(str(one)) == text_of(str(same)) != text_of(str(other))
 
 
-def test_a_setting_that_names_files_counts_by_their_content_in_the_working_directory(
+def test_a_setting_with_the_name_of_a_file_in_the_working_directory_counts_by_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -158,7 +160,7 @@ def test_a_setting_that_names_files_counts_by_their_content_in_the_working_direc
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_setting_that_names_no_file_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_with_the_name_of_a_missing_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for name in ("scales", "owner/no-such-model-here", "/no/such/file"):
         with pytest.raises(ConfigError, match=f"^file names '{name}', which is neither a file or folder here"):

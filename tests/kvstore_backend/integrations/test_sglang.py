@@ -1,6 +1,6 @@
-"""SGLang's storage contract, on its own abstract class where SGLang is installed, else on a double of it.
+"""SGLang's storage contract, with its own abstract class if SGLang is installed, and with a double.
 
-Host memory is a double of SGLang's ``MHATokenToKVPoolHost``: its layouts, and the addresses it tells of its pages.
+Host memory is a double of SGLang's ``MHATokenToKVPoolHost``, with its layouts and the addresses of its pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from kvstore_backend.why_miss import compare_setups
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from tests.faults.injector import Fault, FaultInjector
-from tests.kvstore_backend.integrations.sglang_module import NAME, import_hybrid, is_installed, serve, sglang_module
+from tests.kvstore_backend.integrations.sglang_module import (
+    NAME,
+    import_hybrid,
+    is_installed,
+    set_server_settings,
+    sglang_module,
+)
 from tests.support.strict_registration import StrictStore
 from tests.support.waiting import wait_until
 
@@ -48,11 +54,11 @@ class HostMemory:
         self.kv_buffer = torch.randn((2, *tokens_and_layers, HEADS, DIM), generator=generator).to(self.dtype)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pages = [self.pieces(index) for index in indices.tolist()[::PAGE]]
+        pages = [self.list_pieces(index) for index in indices.tolist()[::PAGE]]
         pieces = [piece for page in pages for piece in page]
         return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
 
-    def pieces(self, index: int) -> list[torch.Tensor]:
+    def list_pieces(self, index: int) -> list[torch.Tensor]:
         k, v = self.kv_buffer
         tokens = slice(index, index + PAGE)
         if self.layout == "layer_first":
@@ -60,7 +66,7 @@ class HostMemory:
         return [k[tokens], v[tokens]]
 
     def content(self, index: int) -> torch.Tensor:
-        return torch.stack([piece.flatten() for piece in self.pieces(index)])
+        return torch.stack([piece.flatten() for piece in self.list_pieces(index)])
 
 
 def indices(*pages: int) -> torch.Tensor:
@@ -97,15 +103,19 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def attach(integration: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
-    """Makes a backend as SGLang's factory does, over one folder for all of a test."""
+    """Return a function that makes a backend as SGLang's factory does. All backends of a test share a folder."""
     monkeypatch.setattr(integration, "mark_changed_weights", lambda version, folder: version)
     opened: list[Any] = []
 
     def make(host: HostMemory, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
-        said: dict[str, Any] = {"interface_v1": 1, "pool": f"file://{tmp_path}/pool?size=64MiB", **(extra or {})}
+        extra_config: dict[str, Any] = {
+            "interface_v1": 1,
+            "pool": f"file://{tmp_path}/pool?size=64MiB",
+            **(extra or {}),
+        }
         config = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
         storage_config = SimpleNamespace(
-            **{**config, "is_mla_model": False, "model_name": str(model), "extra_config": said, **changes}
+            **{**config, "is_mla_model": False, "model_name": str(model), "extra_config": extra_config, **changes}
         )
         backend = integration.KvstoreHiCache(storage_config, {})
         backend.register_mem_pool_host(host)
@@ -114,18 +124,18 @@ def attach(integration: Any, model: Path, tmp_path: Path, monkeypatch: pytest.Mo
         wait_until(lambda: backend.is_ready, "the pool")
         return backend
 
-    serve({})
+    set_server_settings({})
     yield make
     for backend in opened:
         backend.close()
 
 
-def namespaces(*backends: Any) -> list[str]:
-    """The digests of their namespaces."""
+def list_digests(*backends: Any) -> list[str]:
+    """Return the digests of the backends' namespaces."""
     return [backend._pools[False].namespace.digest for backend in backends]
 
 
-def test_sglangs_factory_makes_it_from_its_dynamic_configuration(
+def test_sglangs_factory_makes_our_backend_from_its_dynamic_configuration(
     integration: Any, sglang: Any, model: Path, request: pytest.FixtureRequest
 ) -> None:
     if "real" not in request.node.callspec.params.values():
@@ -152,12 +162,12 @@ def test_sglangs_factory_makes_it_from_its_dynamic_configuration(
     assert isinstance(made, integration.KvstoreHiCache)
 
 
-def test_it_is_a_storage_of_sglangs(integration: Any, sglang: Any) -> None:
+def test_our_backend_is_a_subclass_of_sglangs_storage(integration: Any, sglang: Any) -> None:
     assert issubclass(integration.KvstoreHiCache, sglang.HiCacheStorage)
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
-def test_pages_written_by_one_instance_are_read_by_another_of_the_same_layout(attach: Attach, layout: str) -> None:
+def test_an_instance_reads_pages_that_another_with_the_same_layout_wrote(attach: Attach, layout: str) -> None:
     ours, theirs = HostMemory(layout), HostMemory(layout, seed=1)
     assert attach(ours).batch_set_v1(["a", "b"], indices(2, 5)) == [True, True]
     other = attach(theirs)
@@ -168,7 +178,7 @@ def test_pages_written_by_one_instance_are_read_by_another_of_the_same_layout(at
 
 
 @pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
-def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(
+def test_a_late_call_returns_when_it_no_longer_uses_the_pages(
     integration: Any, attach: Attach, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FaultInjector(MemoryStore(1 << 20))
@@ -176,16 +186,16 @@ def test_a_call_that_was_given_up_returns_when_it_no_longer_touches_pages(
     wait_until(lambda: guarded.is_ready, "the store")
     monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(guarded, namespace))
     backend = attach(HostMemory())
-    store.faults = [Fault.HANGS] if call == "batch_get_v1" else [Fault.NOTHING, Fault.HANGS]  # a look-up goes before
+    store.faults = [Fault.HANGS] if call == "batch_get_v1" else [Fault.NOTHING, Fault.HANGS]  # a look-up comes first
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(getattr(backend, call), ["a"], indices(0))
+        future = thread.submit(getattr(backend, call), ["a"], indices(0))
         wait_until(lambda: guarded.late_calls == 1, "the deadline")
-        assert not wait([asked], timeout=0.3).done
+        assert not wait([future], timeout=0.3).done
         store.go_on()
-        assert asked.result(10) == [False]
+        assert future.result(10) == [False]
 
 
-def test_from_the_first_page_that_is_missing_on_none_is_read(attach: Attach) -> None:
+def test_no_page_is_read_from_the_first_missing_page_on(attach: Attach) -> None:
     backend = attach(HostMemory())
     backend.batch_set_v1(["a", "c"], indices(0, 2))
     assert backend.batch_exists(["a", "b", "c"]) == 1
@@ -204,19 +214,19 @@ def test_from_the_first_page_that_is_missing_on_none_is_read(attach: Attach) -> 
     ],
     ids=["layout", "tp size", "tp rank", "pp size", "flat", "weights"],
 )
-def test_instances_that_lay_pages_out_otherwise_share_none(
+def test_instances_with_different_pages_share_none(
     attach: Attach, extra: dict[str, Any], changes: dict[str, Any], layout: str
 ) -> None:
     attach(HostMemory()).batch_set_v1(["a"], indices(0))
     assert attach(HostMemory(layout), extra, **changes).batch_exists(["a"]) == 0
 
 
-def test_ranks_of_a_model_whose_kv_they_hold_alike_share_pages(attach: Attach) -> None:
+def test_ranks_of_an_mla_model_share_pages(attach: Attach) -> None:
     attach(HostMemory(), is_mla_model=True, tp_size=2).batch_set_v1(["a"], indices(0))
     assert attach(HostMemory(), is_mla_model=True, tp_size=2, tp_rank=1).batch_exists(["a"]) == 1
 
 
-def test_other_weights_share_no_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
+def test_models_with_other_weights_share_no_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
@@ -225,50 +235,48 @@ def test_other_weights_share_no_pages(attach: Attach, model: Path, tmp_path: Pat
     assert attach(HostMemory(), {"model_path": str(other)}).batch_exists(["a"]) == 0
 
 
-def test_weights_that_changed_while_a_server_loaded_them_are_not_shared(
+def test_pages_of_weights_that_changed_while_a_server_loaded_them_are_not_shared(
     integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = attach(HostMemory())
     monkeypatch.setattr(integration, "mark_changed_weights", mark_changed_weights)
-    assert len({*namespaces(before, attach(HostMemory()), attach(HostMemory()))}) == 3
+    assert len({*list_digests(before, attach(HostMemory()), attach(HostMemory()))}) == 3
 
 
-def test_weights_that_a_server_downloads_itself_are_shared(
+def test_pages_of_weights_that_the_server_downloads_are_shared(
     integration: Any, attach: Attach, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The download is younger than the process, which downloads it if SGLang has only a name at a hub."""
+    """The downloaded files are newer than the process, if SGLang has only a name at a hub."""
     monkeypatch.setattr(integration, "mark_changed_weights", mark_changed_weights)
-    serve({"model_path": "owner/name"})
+    set_server_settings({"model_path": "owner/name"})
     one, other = (attach(HostMemory(), {"model_path": str(model)}) for _ in range(2))
-    assert len({*namespaces(one, other)}) == 1
+    assert len({*list_digests(one, other)}) == 1
 
 
-def test_a_draft_model_that_changed_while_it_was_loaded_is_not_shared(
+def test_the_version_of_the_weights_depends_on_the_files_of_the_draft_model(
     integration: Any, attach: Attach, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = shutil.copytree(model, tmp_path / "draft")
     monkeypatch.setattr(integration, "mark_changed_weights", lambda version, folder: f"{version} {folder}")
-    serve({"model_path": str(model), "speculative_draft_model_path": str(draft)})
+    set_server_settings({"model_path": str(model), "speculative_draft_model_path": str(draft)})
     backend = attach(HostMemory())
     assert backend._pools[False].namespace.weights_version.split() == [str(model), str(draft)]
 
 
-def test_servers_that_serve_two_models_under_the_path_of_one_share_no_pages(
-    attach: Attach, model: Path, tmp_path: Path
-) -> None:
-    """SGLang's name of the model is --served-model-name, which clients may know as the path of an older model."""
+def test_two_models_with_the_same_served_name_share_no_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
+    """SGLang's name of the model is --served-model-name, which can be the path of an older model."""
     (other := tmp_path / "other").mkdir()
     (other / "config.json").write_text("{}")
     (other / "model.bin").write_bytes(b"finetun")
-    serve({"model_path": str(model)})
+    set_server_settings({"model_path": str(model)})
     attach(HostMemory()).batch_set_v1(["a"], indices(0))
-    serve({"model_path": str(other)})
+    set_server_settings({"model_path": str(other)})
     assert attach(HostMemory(), model_name=str(model)).batch_exists(["a"]) == 0
-    serve({"model_path": str(model)})
+    set_server_settings({"model_path": str(model)})
     assert attach(HostMemory(), model_name="a name").batch_exists(["a"]) == 1
 
 
-def test_pages_may_come_as_flat_tensors(attach: Attach) -> None:
+def test_pages_can_be_flat_tensors(attach: Attach) -> None:
     backend = attach(HostMemory(), {"interface_v1": 0})
     pages = [torch.arange(100.0), torch.arange(100.0) + 1]
     assert backend.batch_set(["a", "b"], pages) is True
@@ -277,7 +285,7 @@ def test_pages_may_come_as_flat_tensors(attach: Attach) -> None:
     assert (backend.exists("a"), backend.exists("c"), backend.get("c", torch.zeros(100))) == (True, False, None)
 
 
-def test_other_state_than_kv_goes_by_version_2(attach: Attach, sglang: Any) -> None:
+def test_version_2_transfers_state_other_than_kv(attach: Attach, sglang: Any) -> None:
     kv, indexer = HostMemory(), HostMemory(seed=2)
     backend = attach(kv)
     backend.register_mem_host_pool_v2(indexer, sglang.PoolName.INDEXER)
@@ -287,10 +295,10 @@ def test_other_state_than_kv_goes_by_version_2(attach: Attach, sglang: Any) -> N
     back = sglang.PoolTransfer(name=sglang.PoolName.INDEXER, host_indices=indices(4, 5, 6), keys=["a", "b", "c"])
     assert backend.batch_get_v2([back]) == {"indexer": [True, True, False]}
     assert torch.equal(indexer.content(4 * PAGE), want)
-    assert backend.batch_exists(["a"]) == 0  # of KV there is none
+    assert backend.batch_exists(["a"]) == 0  # no KV is stored
 
 
-def test_a_prefix_is_as_long_as_every_pool_allows(attach: Attach, sglang: Any) -> None:
+def test_a_hit_ends_where_every_pool_has_the_pages_that_it_needs(attach: Attach, sglang: Any) -> None:
     backend = attach(HostMemory())
     for name in (sglang.PoolName.INDEXER, sglang.PoolName.MAMBA):
         backend.register_mem_host_pool_v2(HostMemory(), name)
@@ -299,17 +307,17 @@ def test_a_prefix_is_as_long_as_every_pool_allows(attach: Attach, sglang: Any) -
     stored = {sglang.PoolName.INDEXER: keys[:3], sglang.PoolName.MAMBA: ["b"]}
     for name, pages in stored.items():
         backend.batch_set_v2([sglang.PoolTransfer(name=name, host_indices=indices(*range(len(pages))), keys=pages)])
-    asked = [
+    queries = [
         sglang.PoolTransfer(name=sglang.PoolName.INDEXER),
         sglang.PoolTransfer(name=sglang.PoolName.MAMBA, keys=["d"], hit_policy=sglang.PoolHitPolicy.TRAILING_PAGES),
     ]
-    found = backend.batch_exists_v2(keys, asked)
+    found = backend.batch_exists_v2(keys, queries)
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [2])
     assert found.extra_pool_hit_pages == {"kv": 3, "indexer": 3, "mamba": 2}
 
 
 @pytest.mark.parametrize(("window", "ends"), [(["x", "y"], [3]), (["x"], [2, 3]), (None, [2, 3])])
-def test_a_window_of_state_ends_where_all_of_its_pages_are(
+def test_a_hit_can_end_only_where_all_pages_of_the_window_are_present(
     attach: Attach, sglang: Any, window: list[str] | None, ends: list[int]
 ) -> None:
     backend = attach(HostMemory())
@@ -318,81 +326,83 @@ def test_a_window_of_state_ends_where_all_of_its_pages_are(
     backend.batch_set_v1(keys, indices(0, 1, 2, 3))
     stored = sglang.PoolTransfer(name="swa", host_indices=indices(0, 1), keys=["b", "c"])
     assert backend.batch_set_v2([stored]) == {"swa": [True, True]}
-    asked = sglang.PoolTransfer(name="swa", keys=window, hit_policy=sglang.PoolHitPolicy.TRAILING_PAGES)
-    found = backend.batch_exists_v2(keys, [asked])
+    query = sglang.PoolTransfer(name="swa", keys=window, hit_policy=sglang.PoolHitPolicy.TRAILING_PAGES)
+    found = backend.batch_exists_v2(keys, [query])
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (3, ends)
 
 
-# Whose pages these are.
+# The namespace of the pages.
 
 
-def bytes_memory() -> HostMemory:
-    """Host memory of KV in fp8, which SGLang holds as bytes whichever fp8 it is."""
+def make_fp8_memory() -> HostMemory:
+    """Return host memory with KV in fp8, which SGLang stores as bytes for each kind of fp8."""
     host = HostMemory()
     host.kv_buffer, host.dtype = host.kv_buffer.to(torch.uint8), torch.uint8
     return host
 
 
 def test_two_kinds_of_fp8_share_no_pages(attach: Attach) -> None:
-    serve({"kv_cache_dtype": "fp8_e4m3"})
-    attach(bytes_memory()).batch_set_v1(["a"], indices(0))
-    serve({"kv_cache_dtype": "fp8_e5m2"})
-    other = attach(bytes_memory())
+    set_server_settings({"kv_cache_dtype": "fp8_e4m3"})
+    attach(make_fp8_memory()).batch_set_v1(["a"], indices(0))
+    set_server_settings({"kv_cache_dtype": "fp8_e5m2"})
+    other = attach(make_fp8_memory())
     assert other.batch_exists(["a"]) == 0
-    serve({"kv_cache_dtype": "fp8_e4m3"})
-    assert attach(bytes_memory()).batch_exists(["a"]) == 1
+    set_server_settings({"kv_cache_dtype": "fp8_e4m3"})
+    assert attach(make_fp8_memory()).batch_exists(["a"]) == 1
 
 
-@pytest.mark.parametrize("said", [{}, {"kv_cache_dtype": "auto"}])
-def test_bytes_that_may_be_either_fp8_are_refused(attach: Attach, said: dict[str, Any]) -> None:
-    serve(said)
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "auto"}])
+def test_fp8_of_an_unknown_kind_is_refused(attach: Attach, settings: dict[str, Any]) -> None:
+    set_server_settings(settings)
     with pytest.raises(
         ConfigError, match=r'torch.uint8 in host memory, which may mean fp8_e4m3 or fp8_e5m2; .*"kv_cache_dtype"'
     ):
-        attach(bytes_memory())
+        attach(make_fp8_memory())
 
 
-def test_the_extra_configuration_names_the_fp8_that_the_checkpoint_decides_on(attach: Attach) -> None:
-    one = attach(bytes_memory(), {"kv_cache_dtype": "fp8_e4m3"})
-    other = attach(bytes_memory(), {"kv_cache_dtype": "fp8_e5m2"})
-    assert len({*namespaces(one, other)}) == 2
+def test_the_extra_configuration_can_set_the_kind_of_fp8(attach: Attach) -> None:
+    one = attach(make_fp8_memory(), {"kv_cache_dtype": "fp8_e4m3"})
+    other = attach(make_fp8_memory(), {"kv_cache_dtype": "fp8_e5m2"})
+    assert len({*list_digests(one, other)}) == 2
 
 
-def test_each_setting_that_decides_on_kv_has_a_namespace_of_its_own(
+def test_each_setting_that_can_change_kv_changes_the_namespace(
     integration: Any, attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "another value").write_text("for settings that name files")
     monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(MemoryStore(1), namespace))
-    found = dict(zip(namespaces(attach(HostMemory())), [""], strict=True))
+    found = dict(zip(list_digests(attach(HostMemory())), [""], strict=True))
     for name in sorted(CAN_CHANGE_KV):
-        serve({name: "another value"})
-        (digest,) = namespaces(attach(HostMemory()))
-        assert digest not in found, f"{name} changes no namespace, or that of {found.get(digest)}"
+        set_server_settings({name: "another value"})
+        (digest,) = list_digests(attach(HostMemory()))
+        assert digest not in found, f"{name} does not change the namespace, or has the same one as {found.get(digest)}"
         found[digest] = name
 
 
-def test_adapters_count_by_what_their_folders_hold(
+def test_adapters_count_by_the_files_in_their_folders(
     attach: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "adapter").mkdir()
-    serve({"lora_paths": [SimpleNamespace(lora_id="drawn", lora_name="a", lora_path="adapter", pinned=False)]})
+    set_server_settings(
+        {"lora_paths": [SimpleNamespace(lora_id="drawn", lora_name="a", lora_path="adapter", pinned=False)]}
+    )
     backends = []
     for weights in ("one", "one", "two"):
         (tmp_path / "adapter" / "adapter_model.bin").write_text(weights)
         backends.append(attach(HostMemory()))
-    one, same, other = namespaces(*backends)
+    one, same, other = list_digests(*backends)
     assert one == same != other
 
 
 @pytest.mark.parametrize("name", PRECISION_VARIABLES)
-def test_variables_of_libraries_that_change_numbers_part_instances(
+def test_variables_of_libraries_that_can_change_numbers_change_the_namespace(
     attach: Attach, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     plain = attach(HostMemory())
     monkeypatch.setenv(name, "1")
-    assert len({*namespaces(plain, attach(HostMemory()))}) == 2
+    assert len({*list_digests(plain, attach(HostMemory()))}) == 2
 
 
 @pytest.mark.parametrize(
@@ -403,21 +413,21 @@ def test_variables_of_libraries_that_change_numbers_part_instances(
         ({}, '{"quantization_config": {"quant_method": "fp8"}}', False),
     ],
 )
-def test_quantized_weights_are_shared_by_one_kind_of_gpus(
+def test_pages_of_quantized_weights_are_shared_only_by_the_same_kind_of_gpu(
     attach: Attach, model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, config: str, is_shared: bool
 ) -> None:
-    """A100 computes with weights of fp8 and other activations, H100 also with activations of fp8."""
+    """With weights in fp8, H100 computes with activations in fp8, but A100 does not."""
     (model / "config.json").write_text(config)
-    serve(settings)
+    set_server_settings(settings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = []
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        found += namespaces(attach(HostMemory()))
+        found += list_digests(attach(HostMemory()))
     assert (found[0] == found[1]) is is_shared
 
 
-def test_quantized_weights_in_mistrals_format_are_shared_by_one_kind_of_gpus(
+def test_the_kind_of_gpu_counts_for_quantized_weights_in_mistrals_format(
     attach: Attach, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (model / "config.json").unlink()
@@ -430,33 +440,33 @@ def test_quantized_weights_in_mistrals_format_are_shared_by_one_kind_of_gpus(
     assert found == [False, True]
 
 
-def test_amds_gpus_share_pages_with_their_own_kind(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of fp8 mean other numbers on MI300 than on others, under one name."""
-    serve({"kv_cache_dtype": "fp8_e4m3"})
+def test_gpus_of_amd_share_pages_only_with_the_same_kind(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes of fp8 are other numbers on MI300 than on other GPUs."""
+    set_server_settings({"kv_cache_dtype": "fp8_e4m3"})
     backends = [attach(HostMemory())]
     monkeypatch.setattr(torch.version, "hip", "7.2")
     for name in ("gfx942", "gfx942", "gfx950"):
         properties = SimpleNamespace(gcnArchName=name)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda p=properties: p)
         backends.append(attach(HostMemory()))
-    nvidia, one, same, other = namespaces(*backends)
+    nvidia, one, same, other = list_digests(*backends)
     assert one == same
     assert len({nvidia, one, other}) == 3
 
 
-def test_a_setting_of_a_later_version_has_a_namespace_of_its_own(attach: Attach) -> None:
+def test_an_unknown_setting_of_a_later_version_changes_the_namespace(attach: Attach) -> None:
     plain = attach(HostMemory())
-    serve({"a_setting_that_nobody_knows": 1})
-    assert len({*namespaces(plain, attach(HostMemory()))}) == 2
+    set_server_settings({"a_setting_that_nobody_knows": 1})
+    assert len({*list_digests(plain, attach(HostMemory()))}) == 2
 
 
-def test_settings_that_cannot_change_kv_do_not_part_instances(attach: Attach) -> None:
+def test_settings_that_cannot_change_kv_do_not_change_the_namespace(attach: Attach) -> None:
     plain = attach(HostMemory())
-    serve(dict.fromkeys(CANNOT_CHANGE_KV, "another value"))
-    assert len({*namespaces(plain, attach(HostMemory()))}) == 1
+    set_server_settings(dict.fromkeys(CANNOT_CHANGE_KV, "another value"))
+    assert len({*list_digests(plain, attach(HostMemory()))}) == 1
 
 
-def test_variables_of_sglangs_part_instances_unless_they_name_places(
+def test_variables_of_sglang_change_the_namespace_unless_they_are_neutral(
     attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = attach(HostMemory())
@@ -464,7 +474,7 @@ def test_variables_of_sglangs_part_instances_unless_they_name_places(
     monkeypatch.setenv("SGLANG_RUN_ID", "new at every start")
     same = attach(HostMemory())
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
-    assert namespaces(plain) == namespaces(same) != namespaces(attach(HostMemory()))
+    assert list_digests(plain) == list_digests(same) != list_digests(attach(HostMemory()))
 
 
 def test_a_file_of_scales_counts_by_its_content(attach: Attach, tmp_path: Path) -> None:
@@ -474,30 +484,28 @@ def test_a_file_of_scales_counts_by_its_content(attach: Attach, tmp_path: Path) 
         scales = tmp_path / folder / "scales.json"
         scales.parent.mkdir(exist_ok=True)
         scales.write_text(content)
-        serve({"quantization_param_path": str(scales)})
-        found += namespaces(attach(HostMemory()))
+        set_server_settings({"quantization_param_path": str(scales)})
+        found += list_digests(attach(HostMemory()))
     assert found[0] == found[1] != found[2]
 
 
-def test_another_version_of_sglang_shares_no_pages(
-    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_of_sglang_share_no_pages(integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     before = attach(HostMemory())
     monkeypatch.setattr(integration, "sglang_version", "0.5.24")
-    assert len({*namespaces(before, attach(HostMemory()))}) == 2
+    assert len({*list_digests(before, attach(HostMemory()))}) == 2
 
 
-def test_a_server_that_tells_no_settings_needs_a_version_of_its_weights(attach: Attach) -> None:
-    serve(None)
+def test_a_server_without_readable_settings_needs_a_version_of_its_weights(attach: Attach) -> None:
+    set_server_settings(None)
     with pytest.raises(ConfigError, match=r'does not expose its server.s settings .*set "weights_version"'):
         attach(HostMemory())
     assert attach(HostMemory(), {"weights_version": "1"}).is_ready
 
 
-def test_why_miss_names_the_setting_that_parts_two_instances(attach: Attach) -> None:
+def test_why_miss_names_the_setting_in_which_two_instances_differ(attach: Attach) -> None:
     manifests: list[Manifest] = []
     for settings in ({"quantization": "fp8", "dtype": "auto"}, {"quantization": "awq", "dtype": "auto"}):
-        serve(settings)
+        set_server_settings(settings)
         manifests.append(attach(HostMemory())._pools[False].manifest)
     first, second = manifests
     verdict = compare_setups(first, second)
@@ -518,7 +526,7 @@ def test_state_of_another_type_shares_no_pages(attach: Attach, sglang: Any) -> N
     assert one.batch_get_v2([transfer]) == {"mamba": [True]}
 
 
-def test_a_namespace_says_how_pages_lie(attach: Attach) -> None:
+def test_a_namespace_has_the_layout_of_pages_and_the_ranks(attach: Attach) -> None:
     ranks = {"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 3, "attn_cp_rank": 1, "attn_cp_size": 4}
     heads, latent = HostMemory(), HostMemory()
     del latent.head_num
@@ -527,22 +535,22 @@ def test_a_namespace_says_how_pages_lie(attach: Attach) -> None:
     shared = attach(
         latent, {"interface_v1": 0, "weights_version": 7}, is_mla_model=True, dcp_rank=1, dcp_size=2, **ranks
     )
-    told = shared._pools[True].namespace
+    of_mla = shared._pools[True].namespace
     assert own.layout == "sglang 0.5.23 page_first pages pp=1/3 cp=1/4 dcp=0/1"
-    assert told.layout == "sglang 0.5.23 page_first flat pp=1/3 cp=1/4 dcp=1/2"
-    assert (own.tp_size, own.tp_rank, told.tp_size, told.tp_rank) == (2, 1, 1, 0)
-    assert (own.num_kv_heads, own.head_size, told.num_kv_heads, told.head_size) == (HEADS, DIM, 1, 576)
+    assert of_mla.layout == "sglang 0.5.23 page_first flat pp=1/3 cp=1/4 dcp=1/2"
+    assert (own.tp_size, own.tp_rank, of_mla.tp_size, of_mla.tp_rank) == (2, 1, 1, 0)
+    assert (own.num_kv_heads, own.head_size, of_mla.num_kv_heads, of_mla.head_size) == (HEADS, DIM, 1, 576)
     assert (own.block_size, own.num_layers, own.kv_dtype) == (PAGE, LAYERS, "torch.bfloat16 auto")
-    assert (own.weights_version, told.weights_version) == ("", "7")
+    assert (own.weights_version, of_mla.weights_version) == ("", "7")
 
 
 def test_the_format_of_pages_is_part_of_the_namespace(attach: Attach) -> None:
     tagged = HostMemory()
     tagged.storage_format_tag = "interleaved"  # type: ignore[attr-defined]
-    assert len({*namespaces(attach(HostMemory()), attach(tagged))}) == 2
+    assert len({*list_digests(attach(HostMemory()), attach(tagged))}) == 2
 
 
-def test_the_memory_of_all_kinds_of_state_in_one_is_refused(attach: Attach, model: Path) -> None:
+def test_unified_memory_is_refused(attach: Attach, model: Path) -> None:
     unified = HostMemory()
     unified.storage_format_tag, unified.stores_page_envelope = "unified-token-major", True  # type: ignore[attr-defined]
     del unified.head_dim
@@ -558,26 +566,26 @@ def test_host_memory_without_a_shape_is_refused(attach: Attach) -> None:
         attach(host)
 
 
-# What goes wrong with one pool is no matter of the others.
+# A failure of one pool does not affect the others.
 
 
 class Uneven(HostMemory):
-    """Memory whose pieces do not go into pages, as of another layout than SGLang took it for."""
+    """Memory with a number of pieces that is not a multiple of the pages."""
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         addresses, sizes = super().get_page_buffer_meta(indices)
         return addresses[:-1], sizes[:-1]
 
 
-class Unplaced(HostMemory):
-    """Memory that SGLang cannot tell the addresses of."""
+class WithoutAddresses(HostMemory):
+    """Memory without known addresses."""
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         raise ValueError("Unsupported layout: layer_page_first")
 
 
-@pytest.mark.parametrize("broken", [Uneven, Unplaced])
-def test_a_pool_without_places_for_its_pages_misses_and_no_other_does(
+@pytest.mark.parametrize("broken", [Uneven, WithoutAddresses])
+def test_only_the_pool_without_addresses_of_its_pages_misses(
     attach: Attach, sglang: Any, broken: type[HostMemory]
 ) -> None:
     backend = attach(HostMemory())
@@ -590,12 +598,12 @@ def test_a_pool_without_places_for_its_pages_misses_and_no_other_does(
     assert backend.batch_get_v2(transfers) == {"mamba": [False, False], "kv": [True, True]}
 
 
-def test_pages_without_places_are_a_miss_in_version_1(attach: Attach) -> None:
+def test_pages_without_addresses_are_a_miss_in_version_1(attach: Attach) -> None:
     backend = attach(Uneven())
     assert backend.batch_set_v1(["a", "b"], indices(0, 1)) == [*backend.batch_get_v1(["a"], indices(0)), False]
 
 
-def test_a_pool_that_was_never_registered_has_no_pages(attach: Attach, sglang: Any) -> None:
+def test_a_pool_that_is_not_registered_has_no_pages(attach: Attach, sglang: Any) -> None:
     backend = attach(HostMemory())
     backend.batch_set_v1(["a"], indices(0))
     unknown = sglang.PoolTransfer(name=sglang.PoolName.INDEXER, host_indices=indices(0), keys=["a"])
@@ -603,7 +611,7 @@ def test_a_pool_that_was_never_registered_has_no_pages(attach: Attach, sglang: A
     assert backend.batch_get_v2([unknown]) == backend.batch_set_v2([unknown]) == {"indexer": [False]}
 
 
-def test_state_in_several_buffers_is_registered_where_there_is_any(
+def test_each_buffer_of_a_state_that_is_not_empty_is_registered_once(
     integration: Any, attach: Attach, sglang: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = StrictStore(MemoryStore(1 << 20))
@@ -613,33 +621,31 @@ def test_state_in_several_buffers_is_registered_where_there_is_any(
     conv, temporal = torch.ones(4), torch.ones(8)
     state = HostMemory()
     state.get_hybrid_pool_buffer = lambda: [None, conv, torch.empty(0), temporal]  # type: ignore[attr-defined]
-    for _ in range(2):  # SGLang may say it twice
+    for _ in range(2):  # SGLang can register a pool twice
         backend.register_mem_host_pool_v2(state, sglang.PoolName.MAMBA)
     added = {address: size for address, size in store.registered.regions.items() if address not in before}
     assert added == {conv.data_ptr(): 16, temporal.data_ptr(): 32}
     assert store.registered.complaints == []
 
 
-def test_flat_tensors_are_memory_that_rdma_was_told_of(
-    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flat_tensors_are_registered_memory(integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StrictStore(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: CheckedBackend(store))
     wait_until(lambda: guarded.is_ready, "the store")
     monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(guarded, namespace))
     host = HostMemory()
     backend = attach(host, {"interface_v1": 0})
-    page = host.pieces(0)[0].flatten()  # SGLang hands over views of host memory, too
+    page = host.list_pieces(0)[0].flatten()  # SGLang passes views of host memory, too
     assert backend.batch_set(["a", "b"], [page, torch.ones(page.numel(), dtype=page.dtype)])
     before = dict(store.registered.regions)
     target = torch.zeros_like(page)
-    got = backend.batch_get(["a", "b"], [target, host.pieces(4)[0].flatten()])
+    got = backend.batch_get(["a", "b"], [target, host.list_pieces(4)[0].flatten()])
     assert torch.equal(got[0], page)
     assert torch.equal(got[1], torch.ones_like(page))
     assert (store.registered.complaints, store.registered.regions) == ([], before)
 
 
-def test_clearing_removes_this_models_pages(attach: Attach) -> None:
+def test_clear_removes_only_the_pages_of_the_own_namespace(attach: Attach) -> None:
     backend, other = attach(HostMemory()), attach(HostMemory(), tp_size=2)
     for each in (backend, other):
         each.batch_set_v1(["a"], indices(0))
@@ -647,7 +653,7 @@ def test_clearing_removes_this_models_pages(attach: Attach) -> None:
     assert (backend.batch_exists(["a"]), other.batch_exists(["a"])) == (0, 1)
 
 
-def test_a_closed_backend_misses(attach: Attach) -> None:
+def test_a_closed_backend_finds_and_saves_no_page(attach: Attach) -> None:
     backend = attach(HostMemory())
     backend.batch_set_v1(["a"], indices(0))
     backend.close()
@@ -661,12 +667,12 @@ def test_a_closed_backend_misses(attach: Attach) -> None:
         ({"pool": "ftp://x"}, "scheme"),
     ],
 )
-def test_what_cannot_be_used_is_refused(attach: Attach, extra: dict[str, Any], message: str) -> None:
+def test_an_unusable_configuration_is_refused(attach: Attach, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         attach(HostMemory(), extra)
 
 
-def test_memory_that_holds_no_kv_is_refused(attach: Attach) -> None:
+def test_memory_without_kv_is_refused(attach: Attach) -> None:
     host = HostMemory()
     host.kv_buffer = None  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="contains no KV"):
@@ -680,13 +686,13 @@ def test_a_configuration_without_a_pool_is_refused(attach: Attach, tmp_path: Pat
         attach(HostMemory(), {"pool": str(file)})
 
 
-# SGLang's own host pools of a hybrid model, and its own controller and radix tree, over our store.
+# SGLang's own host pools of a hybrid model, its controller and its radix tree, with our store.
 
 PROMPT_PAGES, WINDOW, STATE_EVERY = 8, 2, 2  # in pages
 
 
 class Hybrid:
-    """One rank of SGLang: host pools for layers with full attention, with windows, and recurrent ones, on a CPU."""
+    """A rank of SGLang on a CPU: host pools for layers with full attention, for windows, and for recurrent layers."""
 
     def __init__(self, attach: Attach, classes: dict[str, Any]) -> None:
         self._classes = classes
@@ -719,7 +725,7 @@ class Hybrid:
                 buffer.copy_(torch.randn(buffer.shape, generator=generator))
 
     def save(self, tokens: Sequence[int], first_page: int) -> None:
-        """Save the pages from ``first_page`` on, and the state at the end, as after a step that ends there."""
+        """Save the pages from ``first_page`` on, and the state after the last token."""
         hashes, count = self._hash(tokens), len(tokens) // PAGE - first_page
         places = indices(*range(first_page, first_page + count))
         transfers = [
@@ -742,7 +748,7 @@ class Hybrid:
         return operation, len(operation.hash_value)
 
     def load(self, operation: Any) -> bool:
-        """Load what ``query`` has found; return whether SGLang takes it as a hit."""
+        """Load the pages that ``query`` has found; return whether SGLang uses them as a hit."""
         pages = len(operation.hash_value)
         operation.host_indices = indices(*range(20, 20 + pages))
         window, state = operation.pool_transfers
@@ -752,7 +758,7 @@ class Hybrid:
             ack = self._controller.prefetch_sync_queue.get()
             operation.completed_tokens = ack.completed_tokens or operation.completed_tokens
             operation.pool_storage_result.update_extra_pool_hit_pages(ack.pool_hits or {})
-        operation.deadline_expired = True  # of its own beliefs about the store SGLang then changes nothing
+        operation.deadline_expired = True  # so SGLang does not change its data about the store
         tree = SimpleNamespace(
             page_size=PAGE,
             storage_existence_cache=None,
@@ -835,25 +841,25 @@ def test_a_partly_lost_side_pool_of_a_hybrid_model_is_never_a_hit(
         writer.fill(number)
         for first in range(0, PROMPT_PAGES, STATE_EVERY):
             writer.save(tokens[: (first + STATE_EVERY) * PAGE], first)
-        there = {"swa": set(range(PROMPT_PAGES)), "mamba": set(range(STATE_EVERY - 1, PROMPT_PAGES, STATE_EVERY))}
+        present = {"swa": set(range(PROMPT_PAGES)), "mamba": set(range(STATE_EVERY - 1, PROMPT_PAGES, STATE_EVERY))}
 
-        def lose(there: dict[str, set[int]] = there, tokens: Sequence[int] = tokens) -> None:
+        def lose(present: dict[str, set[int]] = present, tokens: Sequence[int] = tokens) -> None:
             name = chance.choice(("swa", "mamba"))
-            lost = [page for page in sorted(there[name]) if chance.random() < 0.3]
-            there[name].difference_update(lost)
+            lost = [page for page in sorted(present[name]) if chance.random() < 0.3]
+            present[name].difference_update(lost)
             writer.lose(name, tokens, lost)
 
-        def can_resume(end: int, there: dict[str, set[int]] = there) -> bool:
-            return end - 1 in there["mamba"] and there["swa"].issuperset(range(max(0, end - WINDOW), end))
+        def can_resume(end: int, present: dict[str, set[int]] = present) -> bool:
+            return end - 1 in present["mamba"] and present["swa"].issuperset(range(max(0, end - WINDOW), end))
 
         if number:
             lose()
         operation, end = reader.query(tokens)
-        assert end == max((each for each in range(1, PROMPT_PAGES + 1) if can_resume(each)), default=0)
+        assert end == max((page for page in range(1, PROMPT_PAGES + 1) if can_resume(page)), default=0)
         if not end:
             continue
         if number % 2:
-            lose()  # after SGLang has asked
+            lose()  # after the look-up
         is_hit = reader.load(operation)
         assert is_hit == can_resume(end)
         seen.add((is_hit, end))

@@ -1,4 +1,4 @@
-"""Each setting of SGLang's is judged: it decides on KV bytes, or it cannot change them, and the table says why."""
+"""Each setting of SGLang is classified: it can change KV bytes, or the table has the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvstore_backend.integrations.sglang_settings import (
     NEUTRAL_VARIABLES,
 )
 from kvstore_backend.namespace import Namespace
-from tests.kvstore_backend.integrations.sglang_module import FIELDS, installed_fields, is_installed
+from tests.kvstore_backend.integrations.sglang_module import FIELDS, is_installed, read_installed_fields
 
-WHAT_TO_DO = (
-    "not in kvstore_backend/integrations/sglang_settings.py: read what it does in SGLang and list it in _DECIDING, or, "
-    "if it cannot change the bytes of a page whose tokens are the same, in _REASONS with why; if in doubt, the first"
+INSTRUCTION = (
+    "not in kvstore_backend/integrations/sglang_settings.py: read the use of the field in SGLang. If it can change the "
+    "bytes of a page with the same tokens, or in doubt, add it to _DECIDING, else to _REASONS with the reason"
 )
 
 
@@ -31,33 +31,33 @@ WHAT_TO_DO = (
         ),
     ],
 )
-def test_every_field_of_sglangs_server_is_judged_once(fields: list[str] | None) -> None:
+def test_every_field_of_sglangs_server_is_classified_once(fields: list[str] | None) -> None:
     known = [*CAN_CHANGE_KV, *CANNOT_CHANGE_KV, *IN_OTHER_FIELDS]
     assert len(known) == len({*known})
-    unknown = {*(fields or installed_fields())} - {*known}
-    assert not unknown, f"{', '.join(sorted(unknown))}: {WHAT_TO_DO}"
+    unknown = {*(fields or read_installed_fields())} - {*known}
+    assert not unknown, f"{', '.join(sorted(unknown))}: {INSTRUCTION}"
 
 
-def test_the_table_names_no_field_that_sglang_does_not_have() -> None:
+def test_the_table_has_no_field_that_sglang_does_not_have() -> None:
     assert {*CAN_CHANGE_KV, *CANNOT_CHANGE_KV, *IN_OTHER_FIELDS} == {*FIELDS}
 
 
-def test_settings_that_name_files_decide_on_kv() -> None:
+def test_settings_with_names_of_files_can_change_kv() -> None:
     assert FILE_SETTINGS <= CAN_CHANGE_KV
 
 
-def test_settings_whose_names_end_as_those_of_files_count_by_their_content() -> None:
+def test_settings_with_names_that_end_in_path_or_file_count_by_the_files_content() -> None:
     names = {name for name in CAN_CHANGE_KV if name.endswith(("_path", "_paths", "_file"))}
     assert names <= FILE_SETTINGS, "add it to _FILES in kvstore_backend/integrations/sglang_settings.py"
 
 
-def test_settings_that_are_told_otherwise_name_a_field_of_the_namespace() -> None:
+def test_settings_in_other_fields_name_a_field_of_the_namespace() -> None:
     assert {*IN_OTHER_FIELDS.values()} <= {*Namespace.__dataclass_fields__}
 
 
-def test_every_reason_ends_the_sentence_that_it_cannot_change_kv_bytes() -> None:
+def test_every_reason_is_the_end_of_a_sentence() -> None:
     assert all(reason.split()[0] in ("it", "only", "of") for reason in CANNOT_CHANGE_KV.values())
 
 
-def test_neutral_variables_are_sglangs() -> None:
+def test_neutral_variables_are_variables_of_sglang() -> None:
     assert all(name.startswith("SGLANG_") and len(name) > len("SGLANG_") for name in NEUTRAL_VARIABLES)
