@@ -79,7 +79,10 @@ def _add_completions(app: FastAPI, instance: Instance) -> None:
         return await _complete(request, ResponsesBody, instance.responses.begin_response, instance.tracer)
 
     @app.get("/v1/responses/{response_id}")
-    async def retrieve_response(response_id: str) -> Response:
+    async def retrieve_response(request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream", "").lower() in ("1", "true"):
+            message = "stream: this engine streams a response only when it is created; leave the parameter out"
+            raise ApiError(400, message, param="stream")
         return JSONResponse(instance.responses.retrieve_response(response_id))
 
     @app.delete("/v1/responses/{response_id}")

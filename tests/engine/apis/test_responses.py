@@ -116,6 +116,11 @@ def test_a_response_continues_from_a_previous_one(client: openai.OpenAI) -> None
     assert third.previous_response_id == second.id
 
 
+def test_a_stored_response_is_not_streamed_again(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="stream: this engine streams a response only when it is created"):
+        client.responses.retrieve(respond(client).id, stream=True)
+
+
 def test_a_breakpoint_holds_for_its_own_request_only(client: openai.OpenAI) -> None:
     part = {"type": "input_text", "text": "and then?", "prompt_cache_breakpoint": {"mode": "explicit"}}
     response = respond(client)
