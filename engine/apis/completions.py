@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import orjson
 
 from engine.apis.completion_response import ChatResponse, CompletionResponse, TextResponse
 from engine.generation import Choices, Generations, PairInfo
@@ -358,8 +361,11 @@ class Completions:
             ApiError: 400; the messages cannot be rendered.
         """
         messages = [_plain_message(i, message) for i, message in enumerate(messages)]
-        if not getattr(self.tokenizer, "chat_template", None):
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
+        if "developer" not in str(template):  # the template would refuse or omit these messages
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         variables = body.chat_template_kwargs or {}
         if refused := next((name for name in variables if name in self._rendering), None):
             raise ApiError(
@@ -394,14 +400,37 @@ class Completions:
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its content as one text, because templates of text models do not support parts.
+    """Return a message as templates of text models expect it: the content is one text, the arguments of calls objects.
 
     Raises:
         ApiError: 400; the message has no role, or its content is not text. The error names the ``index``.
     """
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"messages.{index}.role: it is missing; give user, assistant or system", param="messages")
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": _parse_arguments(calls)}
     if message.get("content") is None:
-        return message
+        return message if calls else {**message, "content": ""}
     content = check_text_content(f"messages.{index}.content", message["content"], "messages")
     return message if isinstance(content, str) else {**message, "content": join_texts(content)}
+
+
+def _parse_arguments(calls: Any) -> Any:
+    """Return the calls of a message with their arguments as objects; in OpenAI's API they are the JSON of objects.
+
+    As in vLLM, arguments that are something else become an empty object, because the client cannot correct what the
+    model wrote earlier in the conversation.
+    """
+    if not isinstance(calls, list):
+        return calls
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    arguments = orjson.loads(arguments)
+            call = {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+        parsed.append(call)
+    return parsed

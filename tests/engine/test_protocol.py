@@ -306,6 +306,42 @@ def test_the_prompt_contains_tools_only_if_the_model_may_call_them() -> None:
     assert lengths == [lengths[0], lengths[0] + 1, lengths[0] + 1, lengths[0]]
 
 
+def render(template: str, *messages: dict[str, Any]) -> str:
+    tokenizer = byte_fallback_tokenizer(chat_template=template)
+    tokens = start(completions_of(tokenizer), "chat", {"messages": list(messages)}).request.prompt_token_ids
+    text: str = tokenizer.decode(tokens)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [('{"a": "b"}', '{"a": "b"}'), ({"a": 1}, '{"a": 1}'), ("", "{}"), (None, "{}"), ("[1]", "{}"), ('{"a', "{}")],
+)
+def test_a_template_gets_the_arguments_of_a_call_as_an_object(arguments: Any, rendered: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert render(template, message) == rendered
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{"function": 5}]])
+def test_a_template_may_refuse_what_is_no_call(calls: Any) -> None:
+    with pytest.raises(ApiError, match="the checkpoint's chat template refused the messages"):
+        render("{{ messages[0].tool_calls[0].function.name + '' }}", {"role": "assistant", "tool_calls": calls})
+
+
+def test_a_template_without_developers_gets_their_messages_as_the_systems() -> None:
+    message = {"role": "developer", "content": "the river"}
+    shown = "{{ messages[0].role }}: {{ messages[0].content }}"
+    assert render(shown, message) == "system: the river"
+    assert render(f"{shown}{{# developer #}}", message) == "developer: the river"
+
+
+@pytest.mark.parametrize("message", [{"role": "assistant"}, {"role": "assistant", "content": None, "refusal": "no"}])
+def test_a_message_without_content_is_rendered_as_empty(message: dict[str, Any]) -> None:
+    assert render("{{ messages[0].role + messages[0].content }}", message) == "assistant"
+
+
 TEMPLATE = (
     "{{ messages[0].content }}{{ ' river' if tools }}{{ ' riv' if enable_thinking }}"
     "{% for message in messages[1:] %}{{ message.content }}</s>{% endfor %}{{ ' the' if add_generation_prompt }}"
