@@ -1,4 +1,4 @@
-"""The engine's process: FastDeploy reads its command line and builds that of the mover, which it starts."""
+"""The engine's process: FastDeploy reads its command line, and builds the command of the mover."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOVER = Path(__file__).with_name("mover.py")
 
 
 class _Kernels(types.ModuleType):
-    """Paddle's CUDA kernels, which FastDeploy imports by name; none is called."""
+    """Replaces paddle's CUDA kernels, which FastDeploy imports by name and does not call here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -29,7 +29,7 @@ class _Kernels(types.ModuleType):
 
 
 class _Models:
-    """FastDeploy's registry of models, which imports all of them: here there is one."""
+    """Replaces FastDeploy's registry of models, which imports all models, by one with a single model."""
 
     def is_text_generation_model(self, *_: object) -> bool:
         return True
@@ -47,7 +47,7 @@ class _Models:
 
 
 class _Tokenizer:
-    vocab = {"a": 0}  # noqa: RUF012  FastDeploy counts it
+    vocab = {"a": 0}  # noqa: RUF012  FastDeploy needs its length
     think_truncate_prompt = ""
 
     def get_vocab(self) -> dict[str, int]:
@@ -60,14 +60,14 @@ class _Tokenizer:
 
 
 class _Signal:
-    """Shared memory in which FastDeploy's processes wait for one another: all are ready."""
+    """Replaces the shared memory in which FastDeploy's processes wait for each other. All are ready."""
 
     def __init__(self, *, array: Any, **_: object) -> None:
         self.value = array + 1
 
 
-class _Started:
-    """A ``subprocess`` that notes what is started."""
+class _RecordedSubprocess:
+    """Replaces the module ``subprocess``, and records the command."""
 
     PIPE = subprocess.PIPE
 
@@ -80,7 +80,7 @@ class _Started:
 
 
 def _read_config() -> Any:
-    """FastDeploy's configuration of this process's command line, as on a machine with CUDA."""
+    """Return FastDeploy's configuration from this process's command line, as on a machine with CUDA."""
     sys.modules["fastdeploy.model_executor.ops.gpu"] = _Kernels("fastdeploy.model_executor.ops.gpu")
     from fastdeploy import config
     from fastdeploy.engine.args_utils import EngineArgs
@@ -95,12 +95,12 @@ def _read_config() -> Any:
 
 
 def _build_transfer_command(config: Any) -> str:
-    """How FastDeploy 2.6 starts its transfer process."""
+    """Return the command with which FastDeploy 2.6 starts its transfer process, here the mover."""
     from fastdeploy.cache_manager import prefix_cache_manager as module
 
-    started = _Started()
+    recorded = _RecordedSubprocess()
     doubles = {
-        "subprocess": started,
+        "subprocess": recorded,
         "IPCSignal": _Signal,
         "EngineCacheQueue": lambda **_: None,
         "get_all_visible_devices": lambda: "CUDA_VISIBLE_DEVICES=0",
@@ -128,15 +128,18 @@ def _build_transfer_command(config: Any) -> str:
     manager.launch_cache_manager(
         cache, parallel.tensor_parallel_size, ["0"], config.master_ip, parallel.engine_worker_queue_port[0], "", True
     )
-    return re.sub(r"\S*/cache_transfer_manager\.py(?= )", str(_MOVER), started.command, count=1)
+    return re.sub(r"\S*/cache_transfer_manager\.py(?= )", str(_MOVER), recorded.command, count=1)
 
 
 def _build_worker_command(config: Any) -> str:
-    """How FastDeploy starts its worker, but for ``paddle.distributed.launch`` between the two."""
+    """Return the command with which FastDeploy starts its worker, here the mover.
+
+    It has no ``paddle.distributed.launch``.
+    """
     from fastdeploy.engine import engine as module
 
-    started = _Started()
-    vars(module)["subprocess"] = started
+    recorded = _RecordedSubprocess()
+    vars(module)["subprocess"] = recorded
     processor = types.SimpleNamespace(tokenizer=_Tokenizer(), eos_token_id_len=1, pad_token_id=0)
     engine = object.__new__(module.LLMEngine)
     engine.__dict__.update(
@@ -146,11 +149,11 @@ def _build_worker_command(config: Any) -> str:
         do_profile=1,
     )
     engine._start_worker_service()
-    return re.sub(r"-m paddle\.distributed\.launch .*?/worker_process\.py(?= )", str(_MOVER), started.command, count=1)
+    return re.sub(r"-m paddle\.distributed\.launch .*?/worker_process\.py(?= )", str(_MOVER), recorded.command, count=1)
 
 
 def _name_blocks(config: Any, tokens: list[int]) -> list[str]:
-    """The names of the whole blocks of 2.6."""
+    """Return the names of full blocks in form 2.6."""
     from fastdeploy.cache_manager.prefix_cache_manager import get_hash_str
 
     size = config.cache_config.block_size
@@ -161,7 +164,7 @@ def _name_blocks(config: Any, tokens: list[int]) -> list[str]:
 
 
 def _name_handed_over(config: Any, tokens: list[int]) -> list[str]:
-    """The names of all blocks that prefill hands over by storage, the partial one with them; none: it does not."""
+    """Return the names of all blocks, also the partial one, that prefill stores for decode; [] without this feature."""
     from fastdeploy.cache_manager.prefix_cache_manager import PrefixCacheManager
 
     manager = object.__new__(PrefixCacheManager)
@@ -182,7 +185,7 @@ def _name_v1_blocks(config: Any, tokens: list[int]) -> list[str]:
 
 
 class _Scheduler:
-    """What FastDeploy's engine asks of the storage in form v1."""
+    """The storage of FastDeploy's engine in form v1, for look-ups."""
 
     def __init__(self, config: Any) -> None:
         self._config = config.cache_config
@@ -196,18 +199,18 @@ class _Scheduler:
 
     def match(self, hashes: list[str]) -> int:
         count: int = self._storage.query_prefix_count(
-            *([f"{each}_0_{kind}" for each in hashes] for kind in ("key", "value"))
+            *([f"{block_hash}_0_{kind}" for block_hash in hashes] for kind in ("key", "value"))
         )
         return count
 
 
 def main() -> None:
-    """Serve a test; ``TEST_FASTDEPLOY_FORM`` is 2.6 or v1."""
+    """Start the mover, and serve calls of a test. ``TEST_FASTDEPLOY_FORM`` is 2.6 or v1."""
     config = _read_config()
     is_v1 = os.environ["TEST_FASTDEPLOY_FORM"] == "v1"
     command = _build_worker_command(config) if is_v1 else _build_transfer_command(config)
     mover = subprocess.Popen(command, shell=True, start_new_session=True)
-    threading.Thread(target=lambda: os._exit(mover.wait() or 1), daemon=True).start()  # not one without the other
+    threading.Thread(target=lambda: os._exit(mover.wait() or 1), daemon=True).start()  # ends with the mover
     scheduler = _Scheduler(config)
     methods = {
         "command": lambda: command,

@@ -1,4 +1,4 @@
-"""An instance of FastDeploy as a test sees it: what it names, stores, matches and reads."""
+"""An instance of FastDeploy, and a test's calls to it: name, write, match and read blocks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.processes import Child
 
 __all__ = ["Instance", "start_instances", "write_model"]
 
-_SECONDS = 180.0  # to import paddle in eight processes at once on a busy machine, and for any call
+_SECONDS = 180.0  # deadline of a call, and of a start: on a busy machine, eight processes import paddle
 
 
 def write_model(folder: Path, weights: bytes) -> Path:
-    """A checkpoint that FastDeploy takes for one: two layers, two heads of KV."""
+    """Write a checkpoint that FastDeploy accepts, with two layers and two KV heads."""
     folder.mkdir()
     config = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -48,8 +48,8 @@ class Instance:
 
     Args:
         form: ``2.6`` or ``v1``.
-        folder: for its socket and its logs.
-        arguments: of FastDeploy's API server.
+        folder: a folder for the socket and the logs.
+        arguments: the arguments of FastDeploy's API server.
     """
 
     def __init__(self, form: str, folder: Path, arguments: Sequence[str], environ: dict[str, str]) -> None:
@@ -78,7 +78,7 @@ class Instance:
         )
 
     def wait(self) -> None:
-        """Wait until its two processes can be called."""
+        """Wait until both processes have connected."""
         until = time.monotonic() + _SECONDS
         while len(self._callers) < 2:
             try:
@@ -88,7 +88,7 @@ class Instance:
                     continue
                 logs = (self._folder / "engine.log", *self._folder.glob("log/*.log"))
                 raise AssertionError(
-                    "\n".join(["it did not start:", *(log.read_text()[-3000:] for log in logs)])
+                    "\n".join(["the instance did not start:", *(log.read_text()[-3000:] for log in logs)])
                 ) from None
             connection.settimeout(_SECONDS)
             caller = Caller(connection)
@@ -104,20 +104,20 @@ class Instance:
         return self._callers[role](method, *arguments)
 
     def open(self, pool: dict[str, str]) -> None:
-        """Open the storage that these variables name."""
+        """Open the storage with these environment variables."""
         for role in ("engine", "mover"):
             self.call(role, "open", pool)
 
     def name(self, tokens: Sequence[int]) -> list[str]:
-        """FastDeploy's names of a prompt's whole blocks."""
+        """Return FastDeploy's names of a prompt's full blocks."""
         return list(self._callers["engine"]("name", tokens))
 
     def write(self, names: Sequence[str], contents: Sequence[str]) -> list[str]:
-        """Store blocks; what those hold that were stored, up to the first that was not."""
+        """Store blocks; return digests of the stored ones, up to the first that was not stored."""
         return list(self._callers["mover"]("write", names, contents))
 
     def read(self, names: Sequence[str]) -> list[str]:
-        """Look blocks up and read them; what those hold that were found, up to the first that was not."""
+        """Look up and read blocks; return digests of those that were read, up to the first missing one."""
         if self.form == "v1":
             names = names[: self._callers["engine"]("match", names)]
         return list(self._callers["mover"]("read", names)) if names else []
@@ -127,7 +127,7 @@ class Instance:
 def start_instances(
     form: str, folder: Path, lines: dict[str, list[str]], environ: dict[str, str] | None = None
 ) -> Iterator[dict[str, Instance]]:
-    """Instances by their names, with these arguments; all are started at once, as each imports paddle twice."""
+    """Start instances with these arguments in parallel, because paddle loads slowly; yield them by name."""
     with contextlib.ExitStack() as stack:
         instances = {}
         for name, arguments in lines.items():

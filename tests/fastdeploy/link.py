@@ -1,4 +1,4 @@
-"""How a test calls a process: lines of JSON over a Unix socket, a call and its answer."""
+"""Calls from a test to a process: lines of JSON over a Unix socket, one for a call and one for its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VARIABLE = "TEST_FASTDEPLOY_SOCKET"
 
 
 class Caller:
-    """The test's end: calls the methods of the process at the other end."""
+    """The test's end of the socket. It calls methods of the process at the other end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._lines = connection.makefile("rw")
@@ -23,10 +23,10 @@ class Caller:
         self.role = str(json.loads(self._lines.readline()))
 
     def __call__(self, method: str, *arguments: object) -> Any:
-        """The answer.
+        """Call a method; return its result.
 
         Raises:
-            AssertionError: what the method raised.
+            AssertionError: the method raised an exception.
         """
         self._lines.write(json.dumps([method, arguments]) + "\n")
         self._lines.flush()
@@ -40,7 +40,7 @@ class Caller:
 
 
 def serve(role: str, methods: dict[str, Callable[..., Any]]) -> None:
-    """Say which process this is, answer calls until the test closes its end, and end this process."""
+    """Send the role of this process, answer calls until the test closes its end, and end this process."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[VARIABLE])
         lines = connection.makefile("rw")
@@ -52,4 +52,4 @@ def serve(role: str, methods: dict[str, Callable[..., Any]]) -> None:
             except Exception:
                 answer, error = None, traceback.format_exc()
             print(json.dumps([answer, error]), file=lines, flush=True)
-    os._exit(0)  # Mooncake's client takes long to end without its master
+    os._exit(0)  # without its master, Mooncake's client needs a long time to end

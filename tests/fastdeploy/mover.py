@@ -1,4 +1,4 @@
-"""The process that moves blocks between the pool and the device, whose memory and copies are those of this host."""
+"""The process that moves blocks between the pool and the device. The memory of this host replaces the device's."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _host: list[Memory] = []
 
 
 def _allocate(nbytes: int) -> int:
-    """``cuda_host_alloc``."""
+    """Replace ``cuda_host_alloc``."""
     _host.append(Memory(nbytes))
     return _host[-1].address
 
 
 class _Device:
-    """KV of a model: for K and V memory of each layer."""
+    """The KV of a model: memory for K and V of each layer."""
 
     def __init__(self) -> None:
         self.kinds = [[Memory(_BLOCKS * _LAYER_BYTES) for _ in range(_LAYERS)] for _ in ("key", "value")]
 
     def fill(self, contents: list[str]) -> list[str]:
-        """Compute blocks, the first ones; what they hold."""
+        """Write the first blocks; return their digests."""
         for number, layer in enumerate(layer for kind in self.kinds for layer in kind):
             for block, content in enumerate(contents):
                 text = f"{content} {number} ".encode()
                 layer.fill((text * _LAYER_BYTES)[:_LAYER_BYTES], block * _LAYER_BYTES)
-        return self.look(len(contents))
+        return self.digest_blocks(len(contents))
 
     def clear(self) -> None:
         for layer in (layer for kind in self.kinds for layer in kind):
             layer.fill(b"\xee" * layer.nbytes)
 
-    def look(self, blocks: int) -> list[str]:
-        """What the first blocks hold, in short."""
+    def digest_blocks(self, blocks: int) -> list[str]:
+        """Return the digests of the first blocks."""
         layers = [layer.content for kind in self.kinds for layer in kind]
         return [
             hashlib.sha256(b"".join(layer[i * _LAYER_BYTES : (i + 1) * _LAYER_BYTES] for layer in layers)).hexdigest()
@@ -59,7 +59,7 @@ class _Signal:
 
 
 class _Queue:
-    """FastDeploy's queue to the engine."""
+    """Replaces FastDeploy's queue to the engine."""
 
     def __init__(self, **_: object) -> None:
         self.done: list[Any] = []
@@ -74,7 +74,7 @@ class _Queue:
 def _swap_layout(
     layers: list[Memory], host: int, shape: list[int], device_ids: list[int], host_ids: list[int], _: int, mode: int
 ) -> None:
-    """The kernel of this name: [block, layer, ...] in host memory, [layer][block, ...] on the device."""
+    """Replace this kernel: copy between [block, layer, ...] in host memory and [layer][block, ...] on the device."""
     size = math.prod(shape[1:]) * 2
     for number, layer in enumerate(layers):
         for block, place in zip(device_ids, host_ids, strict=True):
@@ -83,7 +83,7 @@ def _swap_layout(
 
 
 class TransferProcess:
-    """FastDeploy 2.6's transfer process; its tasks are its own."""
+    """FastDeploy 2.6's transfer process, with its own tasks."""
 
     def __init__(self) -> None:
         from fastdeploy.cache_manager import cache_transfer_manager as module
@@ -107,10 +107,10 @@ class TransferProcess:
                 self.gpu_cache_k_tensors, self.gpu_cache_v_tensors = device.kinds
 
             def _init_storage(self, _: object) -> None:
-                """Later, when the test says where."""
+                """Do nothing. The test opens the storage later."""
 
             def check_cache_status(self, _: object) -> None:
-                """There is no worker to wait for."""
+                """Do nothing, because there is no worker."""
 
             def open_storage(self, arguments: object) -> None:
                 self.key_prefix = ""
@@ -126,21 +126,21 @@ class TransferProcess:
         self._manager._update_key_prefix()
 
     def write(self, hashes: list[str], contents: list[str]) -> list[str]:
-        held = self.device.fill(contents)
+        digests = self.device.fill(contents)
         self._manager.write_back_storage_task(self._task(self._write, hashes))
-        return held[: len(self._manager.cache_task_queue.done[-1][3])]
+        return digests[: len(self._manager.cache_task_queue.done[-1][3])]
 
     def read(self, hashes: list[str]) -> list[str]:
         self.device.clear()
         self._manager.read_storage_task(self._task(self._read, hashes, start_read_block_idx=0))
-        return self.device.look(len(self._manager.cache_task_queue.done[-1][3]))
+        return self.device.digest_blocks(len(self._manager.cache_task_queue.done[-1][3]))
 
     def _task(self, kind: Any, hashes: list[str], **more: int) -> Any:
         return kind(task_id="task", keys=hashes, token_ids=None, gpu_block_ids=[*range(len(hashes))], **more)
 
 
 class Worker:
-    """FastDeploy's worker with the cache manager v1, as far as it has to do with storage."""
+    """The storage of FastDeploy's worker with cache manager v1."""
 
     def __init__(self) -> None:
         from fastdeploy.cache_manager import ops
@@ -161,20 +161,20 @@ class Worker:
         self._staging.initialize(_LAYERS, {"key": _LAYER_BYTES, "value": _LAYER_BYTES})
 
     def update_weights(self) -> None:
-        """Its keys name no weights."""
+        """Do nothing, because the keys have no version of the weights."""
 
     def write(self, hashes: list[str], contents: list[str]) -> list[str]:
-        held = self.device.fill(contents)
-        return held[: self._count(self._staging.batch_set_block, hashes)]
+        digests = self.device.fill(contents)
+        return digests[: self._count_moved(self._staging.batch_set_block, hashes)]
 
     def read(self, hashes: list[str]) -> list[str]:
         self.device.clear()
-        return self.device.look(self._count(self._staging.batch_get_block, hashes))
+        return self.device.digest_blocks(self._count_moved(self._staging.batch_get_block, hashes))
 
-    def _count(self, move: Any, hashes: list[str]) -> int:
-        """How many leading blocks were moved."""
+    def _count_moved(self, move: Any, hashes: list[str]) -> int:
+        """Move blocks; return how many leading blocks were moved."""
         kinds = ("key", "value")
-        keys = {kind: [f"{each}_0_{kind}" for each in hashes] for kind in kinds}
+        keys = {kind: [f"{block_hash}_0_{kind}" for block_hash in hashes] for kind in kinds}
         places = {
             kind: [layer.address for layer in layers] for kind, layers in zip(kinds, self.device.kinds, strict=True)
         }

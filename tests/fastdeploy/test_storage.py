@@ -1,4 +1,4 @@
-"""FastDeploy's storage, as its processes use it: correct bytes or none, in bounded time."""
+"""FastDeploy's storage in its processes: each call returns the correct bytes or none, before a deadline."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if find_spec("fastdeploy") is None:
 
 CONTENTS = ["first", "second", "third", "fourth"]
 _numbers = itertools.count()
-# Both instances wait 10 s for an outage; Mooncake's client takes some seconds of its own.
+# Each instance waits up to 10 s during an outage, and Mooncake's client needs some seconds more.
 _PATIENT_SECONDS = 60.0
 
 
 def has_form(form: str) -> bool:
-    """Whether this tree has FastDeploy's storage in this form."""
+    """Return whether this tree of FastDeploy has this form of the storage."""
     found = find_spec("fastdeploy")
     assert found is not None
     assert found.origin is not None
-    named = "v1/storage/staging_manager.py" if form == "v1" else "transfer_factory/mooncake_store/mooncake_store.py"
-    return (Path(found.origin).parent / "cache_manager" / named).exists()
+    file = "v1/storage/staging_manager.py" if form == "v1" else "transfer_factory/mooncake_store/mooncake_store.py"
+    return (Path(found.origin).parent / "cache_manager" / file).exists()
 
 
-def line(model: Path, *more: str) -> list[str]:
-    """The command line of an API server."""
+def make_command(model: Path, *more: str) -> list[str]:
+    """Return the command line of an API server."""
     words = ["--model", str(model), "--max-model-len", "512", "--max-num-batched-tokens", "512"]
     return [*words, "--kvcache-storage-backend", "mooncake", *more]
 
@@ -50,14 +50,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def instances(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Instance]]:
-    """Two instances that are alike, but for what cannot change KV, and some that differ from them in one thing."""
+    """Yield two instances with equal settings for KV, and two that each differ in one of these settings."""
     if not has_form(request.param):
         pytest.skip(f"this tree of FastDeploy has no storage of form {request.param}")
     lines = {
-        "writer": line(models["one"]),
-        "reader": line(models["one"], "--max-num-seqs", "16", "--gpu-memory-utilization", "0.5"),
-        "other model": line(models["two"]),
-        "other quantization": line(models["one"], "--quantization", "wint8"),
+        "writer": make_command(models["one"]),
+        "reader": make_command(models["one"], "--max-num-seqs", "16", "--gpu-memory-utilization", "0.5"),
+        "other model": make_command(models["two"]),
+        "other quantization": make_command(models["one"], "--quantization", "wint8"),
     }
     with start_instances(request.param, tmp_path_factory.mktemp("fd"), lines) as started:
         yield started
@@ -70,7 +70,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]
 
 
 def variables(master: MooncakeMaster) -> dict[str, str]:
-    """The environment that names a master's pool to FastDeploy."""
+    """Return the environment of FastDeploy for a master's pool."""
     return {
         "MOONCAKE_MASTER_SERVER_ADDR": master.address,
         "MOONCAKE_METADATA_SERVER": master.metadata_server,
@@ -83,55 +83,53 @@ def variables(master: MooncakeMaster) -> dict[str, str]:
 
 @pytest.fixture(params=["mooncake", "folder"])
 def pool(request: pytest.FixtureRequest, master: MooncakeMaster, tmp_path: Path) -> dict[str, str]:
-    """The variables that name a pool to FastDeploy."""
-    named = variables(master)
+    """Return the environment of FastDeploy for a pool."""
+    environ = variables(master)
     if request.param == "folder":
-        named["MOONCAKE_MASTER_SERVER_ADDR"] = f"file://{tmp_path}/pool?size=64MiB"
-    return named
+        environ["MOONCAKE_MASTER_SERVER_ADDR"] = f"file://{tmp_path}/pool?size=64MiB"
+    return environ
 
 
 def new_prompt(blocks: int = 4) -> list[int]:
-    """Tokens that no test has seen."""
+    """Return tokens that are in no earlier prompt."""
     return [next(_numbers) for _ in range(blocks * 64)]
 
 
 class TestSharing:
-    def test_what_one_instance_stores_another_of_the_same_settings_reads(
+    def test_an_instance_reads_blocks_that_another_with_the_same_settings_stored(
         self, instances: dict[str, Instance], pool: dict[str, str]
     ) -> None:
         writer, reader = instances["writer"], instances["reader"]
         for instance in (writer, reader):
             instance.open(pool)
         names = writer.name(new_prompt())
-        held = writer.write(names, CONTENTS)
-        assert len({*held}) == 4
-        assert reader.read(names) == held
+        digests = writer.write(names, CONTENTS)
+        assert len({*digests}) == 4
+        assert reader.read(names) == digests
 
-    def test_of_a_partial_hit_the_leading_blocks_are_read(
-        self, instances: dict[str, Instance], pool: dict[str, str]
-    ) -> None:
+    def test_a_partial_hit_reads_the_leading_blocks(self, instances: dict[str, Instance], pool: dict[str, str]) -> None:
         writer, reader = instances["writer"], instances["reader"]
         for instance in (writer, reader):
             instance.open(pool)
         prompt = new_prompt()
-        held = writer.write(writer.name(prompt)[:2], CONTENTS[:2])
-        assert reader.read(reader.name(prompt)) == held
+        digests = writer.write(writer.name(prompt)[:2], CONTENTS[:2])
+        assert reader.read(reader.name(prompt)) == digests
 
     @pytest.mark.parametrize("other", ["other model", "other quantization"])
-    def test_an_instance_that_differs_neither_reads_nor_changes_the_blocks(
+    def test_an_instance_with_other_settings_does_not_read_or_change_the_blocks(
         self, instances: dict[str, Instance], pool: dict[str, str], other: str
     ) -> None:
-        writer, stranger = instances["writer"], instances[other]
-        for instance in (writer, stranger):
+        writer, different = instances["writer"], instances[other]
+        for instance in (writer, different):
             instance.open(pool)
         names = writer.name(new_prompt())
-        held = writer.write(names, CONTENTS)
-        assert stranger.read(names) == []
-        own = stranger.write(names, CONTENTS[::-1])
-        assert own != held
-        assert (writer.read(names), stranger.read(names)) == (held, own)
+        digests = writer.write(names, CONTENTS)
+        assert different.read(names) == []
+        own = different.write(names, CONTENTS[::-1])
+        assert own != digests
+        assert (writer.read(names), different.read(names)) == (digests, own)
 
-    def test_after_new_weights_blocks_of_the_old_ones_are_not_read(
+    def test_after_an_update_of_the_weights_old_blocks_are_not_read(
         self, instances: dict[str, Instance], models: dict[str, Path], pool: dict[str, str]
     ) -> None:
         writer, reader = instances["writer"], instances["reader"]
@@ -145,43 +143,43 @@ class TestSharing:
             version.write_text("version: RL-STEP2-18-b")
             writer.call("mover", "update_weights")
             assert writer.read(names) == []
-            held = writer.write(names, CONTENTS[::-1])
-            assert len(held) == 4
+            digests = writer.write(names, CONTENTS[::-1])
+            assert len(digests) == 4
             reader.call("mover", "update_weights")
-            assert reader.read(names) == held
+            assert reader.read(names) == digests
         finally:
             version.unlink()
 
 
-class TestMasterInTrouble:
+class TestMasterFails:
     @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
-    def test_nothing_is_read_and_calls_end(
+    def test_no_block_is_read_and_calls_end(
         self, instances: dict[str, Instance], tmp_path: Path, trouble: signal.Signals
     ) -> None:
-        """Each call ends, or the socket's deadline does: FastDeploy itself would wait for ever."""
+        """A call that does not end fails at the deadline of the test's socket. FastDeploy itself has no deadline."""
         writer, reader = instances["writer"], instances["reader"]
         with mooncake_master(tmp_path / "log") as doomed:
             for instance in (writer, reader):
                 instance.open(variables(doomed))
             names = writer.name(new_prompt())
-            held = writer.write(names, CONTENTS)
-            assert reader.read(names) == held
+            digests = writer.write(names, CONTENTS)
+            assert reader.read(names) == digests
             doomed.process.signal(trouble)
             assert reader.read(names) == []
             later = writer.name(new_prompt())
-            writer.write(later, CONTENTS)  # what it returns is FastDeploy's: before 2.6 it did not look at the codes
+            writer.write(later, CONTENTS)  # the result is not checked, because FastDeploy before 2.6 ignores the codes
             assert reader.read(later) == []
 
 
 @pytest.fixture(scope="module")
 def pair(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Instance]]:
-    """A prefill and a decode instance, as FastDeploy's ``run_03b_pd_storage.sh`` starts them."""
+    """Start a prefill and a decode instance as FastDeploy's ``run_03b_pd_storage.sh`` does."""
     if not has_form("2.6"):
         pytest.skip("this tree of FastDeploy has no storage of form 2.6")
     common = ["--cache-transfer-protocol", "rdma", "--router", "0.0.0.0:9000"]
     lines = {
-        "prefill": line(models["one"], "--splitwise-role", "prefill", *common),
-        "decode": line(models["one"], "--splitwise-role", "decode", *common, "--enable-output-caching"),
+        "prefill": make_command(models["one"], "--splitwise-role", "prefill", *common),
+        "decode": make_command(models["one"], "--splitwise-role", "decode", *common, "--enable-output-caching"),
     }
     environ = {"FD_PD_TRANSFER_VIA_STORAGE": "1"}
     with start_instances("2.6", tmp_path_factory.mktemp("pd"), lines, environ) as started:
@@ -199,24 +197,24 @@ class TestHandOver:
         names = pair["prefill"].call("engine", "name_handed_over", new_prompt()[:-20])
         assert isinstance(names, list)
         assert names[-1].endswith(":partial:44")
-        held = pair["prefill"].write(names, CONTENTS)
-        assert pair["decode"].read(names) == held
+        digests = pair["prefill"].write(names, CONTENTS)
+        assert pair["decode"].read(names) == digests
 
     def test_decode_waits_for_a_master_that_hangs_for_a_while(self, pair: dict[str, Instance], tmp_path: Path) -> None:
-        """Longer than any other instance would wait for it; FastDeploy would answer 502 for a miss."""
+        """The outage is longer than the deadline of other instances. For a miss, FastDeploy would return status 502."""
         with mooncake_master(tmp_path / "log") as slow:
             for instance in pair.values():
                 instance.open(variables(slow))
             names = pair["prefill"].name(new_prompt())
-            held = pair["prefill"].write(names, CONTENTS)
+            digests = pair["prefill"].write(names, CONTENTS)
             slow.process.signal(signal.SIGSTOP)
             threading.Timer(5, slow.process.signal, [signal.SIGCONT]).start()
-            assert pair["decode"].read(names) == held
+            assert pair["decode"].read(names) == digests
 
-    def test_with_the_master_killed_in_the_middle_hand_overs_end_in_time_and_without_wrong_bytes(
+    def test_after_the_master_is_killed_transfers_end_before_a_deadline_without_wrong_bytes(
         self, pair: dict[str, Instance], tmp_path: Path
     ) -> None:
-        """The outage is waited for once, not by each look-up and copy of both instances."""
+        """Only one call waits for the end of the outage, not each look-up and copy of both instances."""
         prefill, decode = pair["prefill"], pair["decode"]
         contents = [CONTENTS, CONTENTS[::-1]]
 
@@ -235,10 +233,10 @@ class TestHandOver:
             turns = [interrupted, *(thread.submit(hand_over, turn) for turn in range(3, 8))]
             until = time.monotonic() + _PATIENT_SECONDS
             try:
-                told = [each.result(max(0.0, until - time.monotonic())) for each in turns]
+                results = [future.result(max(0.0, until - time.monotonic())) for future in turns]
             finally:
-                for each in turns:
-                    each.cancel()
-        for turn, (_, read) in enumerate(told, 2):
+                for future in turns:
+                    future.cancel()
+        for turn, (_, read) in enumerate(results, 2):
             assert read == whole[turn % 2][0][: len(read)]
-        assert told[-1] == ([], [])
+        assert results[-1] == ([], [])

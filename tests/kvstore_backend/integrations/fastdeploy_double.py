@@ -1,8 +1,8 @@
-"""FastDeploy's side of its storage contract, call by call as its source makes them, on host memory instead of a GPU.
+"""FastDeploy's side of its storage contract, with the same calls as in its source, on host memory instead of a GPU.
 
-``OneClass`` and ``SchedulerAndWorker`` are the two shapes of its Mooncake storage: they import Mooncake's client when
-they are built, as FastDeploy's do, and so get whatever stands in its place. ``TransferProcess`` is what calls them:
-the staging memory [block, layer, head, token, head_dim], the keys, and how answers are counted.
+``OneClass`` and ``SchedulerAndWorker`` are the two shapes of its Mooncake storage. Like FastDeploy's classes, they
+import Mooncake's client when they are built, so they get its replacement. ``TransferProcess`` calls them: it has the
+staging memory [block, layer, head, token, head_dim] and the keys, and it counts results.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Keys = Sequence[str]
 
 
 def engine_of(model: Path | str = "", environ: dict[str, str] | None = None, **arguments: Any) -> Engine:
-    """An engine that serves ``model`` with these arguments; without a model, one that names none."""
+    """Return an engine with these arguments. It serves ``model`` if one is given."""
     return Engine({**({"model": str(model)} if model else {}), **arguments}, environ=environ or {})
 
 
 def start_under(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """Have this process take itself for one that ``engine`` started."""
+    """Make this process find ``engine`` as its engine."""
     patch.setattr(fastdeploy, "find_engine", lambda: engine)
 
 
 def block_hashes(token_blocks: Sequence[Sequence[int]]) -> list[str]:
-    """FastDeploy's prefix hashes: each block's tokens, with the hash before it as an extra key."""
+    """Return FastDeploy's prefix hashes: of each block's tokens, with the preceding hash as an extra key."""
     hashes: list[str] = []
     for tokens in token_blocks:
         extra_keys = (hashes[-1],) if hashes else ()
@@ -54,7 +54,7 @@ def block_hashes(token_blocks: Sequence[Sequence[int]]) -> list[str]:
 
 
 class Storage(Protocol):
-    """What the transfer process needs, whichever shape gives it."""
+    """The methods that the transfer process calls in both shapes."""
 
     client: Any
 
@@ -67,8 +67,8 @@ class Storage(Protocol):
     def batch_set(self, keys: Keys, target_locations: Sequence[int], target_sizes: Sequence[int]) -> list[int]: ...
 
 
-def joined(settings: dict[str, Any], segment: int) -> Any:
-    """A client, imported, set up and warmed up as both shapes do it."""
+def open_client(settings: dict[str, Any], segment: int) -> Any:
+    """Import, set up and warm up a client, as both shapes do."""
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()
@@ -91,13 +91,13 @@ def joined(settings: dict[str, Any], segment: int) -> Any:
     return client
 
 
-def flat(kinds: Sequence[Keys]) -> list[str]:
-    """All K, all V, all K scales, all V scales."""
+def flatten(kinds: Sequence[Keys]) -> list[str]:
+    """Return the keys in the order all K, all V, all K scales, all V scales."""
     return [key for kind in kinds for key in kind]
 
 
-def leading(results: Sequence[Sequence[Any]]) -> int:
-    """How many leading blocks have a truthy answer for all they consist of: FastDeploy takes the codes for booleans."""
+def count_leading(results: Sequence[Sequence[Any]]) -> int:
+    """Return how many leading blocks have true results for all their parts. FastDeploy uses the codes as booleans."""
     count = 0
     for answers in zip(*results, strict=True):
         if not all(answers):
@@ -107,7 +107,7 @@ def leading(results: Sequence[Sequence[Any]]) -> int:
 
 
 class _Transfers:
-    """Reads and writes, which both shapes leave to their client alike."""
+    """The reads and writes, which are the same in both shapes."""
 
     client: Any
 
@@ -121,10 +121,10 @@ class _Transfers:
 
 
 class OneClass(_Transfers):
-    """The older shape: one class a rank, for look-ups and transfers."""
+    """The older shape: each rank has one class for look-ups and transfers."""
 
     def __init__(self, settings: dict[str, Any], segment: int = 64 << 20) -> None:
-        self.client = joined(settings, segment)
+        self.client = open_client(settings, segment)
 
     def register_buffer(self, ptr: int, size: int) -> None:
         assert self.client.register_buffer(ptr, size) == 0
@@ -134,8 +134,8 @@ class OneClass(_Transfers):
 
     def query(self, k: Keys, v: Keys, k_scale: Keys | None, v_scale: Keys | None, timeout: float) -> int:
         kinds = [kind for kind in (k, v, k_scale, v_scale) if kind is not None]
-        found = self.exists(flat(kinds))
-        return leading([[found[key] for key in kind] for kind in kinds])
+        found = self.exists(flatten(kinds))
+        return count_leading([[found[key] for key in kind] for kind in kinds])
 
     def get(self, key: str, target_location: int, target_size: int) -> int:
         return self.batch_get([key], [target_location], [target_size])[0]
@@ -149,11 +149,11 @@ class OneClass(_Transfers):
 
 
 class SchedulerAndWorker(_Transfers):
-    """The newer shape: a client in the engine's process that only looks up, and one in the worker's that transfers."""
+    """The newer shape: a client for look-ups in the engine's process, and one for transfers in the worker's."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.scheduler = joined(settings, 64 << 20)
-        self.client = joined(settings, 64 << 20)
+        self.scheduler = open_client(settings, 64 << 20)
+        self.client = open_client(settings, 64 << 20)
 
     def register_buffer(self, ptr: int, size: int) -> None:
         if self.client.register_buffer(ptr, size) != 0:
@@ -163,20 +163,20 @@ class SchedulerAndWorker(_Transfers):
         return [answer == 1 for answer in self.scheduler.batch_is_exist(list(keys))]
 
     def query(self, k: Keys, v: Keys, k_scale: Keys | None, v_scale: Keys | None, timeout: float) -> int:
-        """``query_prefix_count``, which takes the codes for booleans as the older shape does."""
+        """Simulate ``query_prefix_count``, which uses the codes as booleans, as the older shape does."""
         kinds = [kind for kind in (k, v, k_scale, v_scale) if kind is not None]
-        keys = flat(kinds)
+        keys = flatten(kinds)
         found = dict(zip(keys, self.scheduler.batch_is_exist(keys), strict=True))
-        return leading([[found[key] for key in kind] for kind in kinds])
+        return count_leading([[found[key] for key in kind] for kind in kinds])
 
 
 class TransferProcess:
-    """Reads and writes blocks through staging memory, one buffer for each direction, K before V.
+    """Reads and writes blocks through staging memory, with one buffer for each direction, K before V.
 
     Args:
         storage: either shape.
-        block_bytes: of one block's K, or V: layers * heads * tokens * head_dim * element size.
-        scale_bytes: of one block's K scales where the cache is block_wise_fp8, else 0.
+        block_bytes: size of K, or of V, of a block: layers * heads * tokens * head_dim * element size.
+        scale_bytes: size of the K scales of a block with block_wise_fp8, else 0.
     """
 
     def __init__(self, storage: Storage, block_bytes: int, scale_bytes: int = 0, *, blocks: int = 8, rank: int = 0):
@@ -190,38 +190,38 @@ class TransferProcess:
 
     def keys(self, hashes: Sequence[str]) -> list[list[str]]:
         kinds = ("key", "value", "key_scale", "value_scale")[: len(self.sizes)]
-        return [[f"prefix_{each}_{self.rank}_{kind}" for each in hashes] for kind in kinds]
+        return [[f"prefix_{block_hash}_{self.rank}_{kind}" for block_hash in hashes] for kind in kinds]
 
     def match(self, hashes: Sequence[str]) -> int:
-        """``query`` as a read task asks it."""
+        """Call ``query`` as a read task does."""
         k, v, *scales = self.keys(hashes)
         k_scale, v_scale = scales or (None, None)
         return self.storage.query(k, v, k_scale, v_scale, 30.0)
 
     def write(self, hashes: Sequence[str], contents: Sequence[bytes]) -> list[int]:
-        """A write task: block ``i`` of every kind gets ``contents[i]`` repeated."""
+        """Run a write task. Block ``i`` of each kind contains ``contents[i]``, repeated."""
         for buffer, size in zip(self.write_buffers, self.sizes, strict=True):
             for i, content in enumerate(contents):
                 ctypes.memmove(buffer.address + i * size, (content * (size // len(content) + 1))[:size], size)
         return self.storage.batch_set(
-            keys=flat(self.keys(hashes)),
+            keys=flatten(self.keys(hashes)),
             target_locations=self._locations(self.write_buffers, len(hashes)),
             target_sizes=[size for size in self.sizes for _ in hashes],
         )
 
     def read(self, hashes: Sequence[str]) -> list[list[bytes]]:
-        """A read task: of what ``query`` matched and is then read, the leading blocks that arrived whole."""
+        """Run a read task; return the leading blocks that were matched and completely read."""
         matched = hashes[: self.match(hashes)]
         if not matched:
             return []
         result = self.storage.batch_get(
-            keys=flat(self.keys(matched)),
+            keys=flatten(self.keys(matched)),
             target_locations=self._locations(self.read_buffers, len(matched)),
             target_sizes=[size for size in self.sizes for _ in matched],
         )
         number = len(matched)
         kinds = [[code > 0 for code in result[i : i + number]] for i in range(0, len(result), number)]
-        return [self._block(i) for i in range(leading(kinds))]
+        return [self._block(i) for i in range(count_leading(kinds))]
 
     def _block(self, i: int) -> list[bytes]:
         pairs = zip(self.read_buffers, self.sizes, strict=True)

@@ -1,4 +1,4 @@
-"""FastDeploy's storage contract over a real Mooncake pool, in both its shapes; FastDeploy itself is a double."""
+"""FastDeploy's storage contract in both its shapes, with a real Mooncake pool and a double of FastDeploy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Shape = Callable[[dict[str, Any]], Storage]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two fine-tunes of one base: equal configurations, equal files, other weights."""
+    """Return two fine-tuned models with equal configurations and file names, but different weights."""
     folders = []
     for name, weights in (("one", b"\1" * 4096), ("two", b"\2" * 4096)):
         folder = tmp_path_factory.mktemp(name)
@@ -66,8 +66,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def argv(model: Path, **changes: object) -> list[str]:
-    """The command line of a transfer process."""
-    told: dict[str, object] = {
+    """Return the command line of a transfer process."""
+    options: dict[str, object] = {
         "device_id": 0,
         "rank": 0,
         "splitwise_role": "prefill",
@@ -83,12 +83,15 @@ def argv(model: Path, **changes: object) -> list[str]:
         "model_path": model,
         **changes,
     }
-    return ["cache_transfer_manager.py", *(str(word) for name, value in told.items() for word in (f"--{name}", value))]
+    return [
+        "cache_transfer_manager.py",
+        *(str(word) for name, value in options.items() for word in (f"--{name}", value)),
+    ]
 
 
 @pytest.fixture(scope="module")
-def activated() -> Iterator[None]:
-    """Mooncake's client replaced, as in a process of FastDeploy."""
+def replaced_client() -> Iterator[None]:
+    """Replace Mooncake's client, as in a process of FastDeploy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FD_PLUGINS", "kvstore")
         activate()
@@ -127,8 +130,8 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 
 
 @pytest.fixture(scope="module")
-def stored(activated: None, master: MooncakeMaster, shape: Shape, models: list[Path]) -> Iterator[Storage]:
-    """The storage of an instance of model one."""
+def stored(replaced_client: None, master: MooncakeMaster, shape: Shape, models: list[Path]) -> Iterator[Storage]:
+    """Yield the storage of an instance of model one."""
     with storage(shape, master, argv(models[0])) as opened:
         opened.client.remove_all()
         yield opened
@@ -136,39 +139,41 @@ def stored(activated: None, master: MooncakeMaster, shape: Shape, models: list[P
 
 @pytest.fixture(scope="module")
 def instance(stored: Storage) -> TransferProcess:
-    """An instance of model one that has written four blocks."""
+    """Return an instance of model one that has written four blocks."""
     process = TransferProcess(stored, BLOCK)
     assert process.write(HASHES, CONTENTS) == [0] * 8
     return process
 
 
-def filled(content: bytes, size: int) -> bytes:
+def repeat_content(content: bytes, size: int) -> bytes:
     return (content * (size // len(content) + 1))[:size]
 
 
-def test_a_hit_is_read_whole_by_another_process_of_the_model(
+def test_another_process_of_the_model_reads_a_complete_hit(
     instance: TransferProcess, master: MooncakeMaster, models: list[Path]
 ) -> None:
     with storage(OneClass, master, argv(models[0], splitwise_role="decode", device_id=3)) as other:
-        assert TransferProcess(other, BLOCK).read(HASHES) == [[filled(content, BLOCK)] * 2 for content in CONTENTS]
+        assert TransferProcess(other, BLOCK).read(HASHES) == [
+            [repeat_content(content, BLOCK)] * 2 for content in CONTENTS
+        ]
 
 
-def test_blocks_that_are_there_are_written_again_without_an_error(instance: TransferProcess) -> None:
-    """The newest form of the v1 storage does not ask first what the pool has."""
+def test_present_blocks_can_be_written_again(instance: TransferProcess) -> None:
+    """The newest form of the v1 storage does not look up blocks before it writes them."""
     assert instance.write(HASHES, CONTENTS) == [0] * 8
 
 
-def test_a_miss_matches_nothing(instance: TransferProcess) -> None:
+def test_a_miss_matches_no_block(instance: TransferProcess) -> None:
     assert instance.match(block_hashes([[9] * 64])) == 0
 
 
-def test_of_a_partial_hit_the_leading_blocks_are_matched_and_read(instance: TransferProcess) -> None:
+def test_a_partial_hit_matches_and_reads_the_leading_blocks(instance: TransferProcess) -> None:
     assert instance.read([*HASHES[:2], *block_hashes([[8] * 64]), HASHES[3]]) == [
-        [filled(content, BLOCK)] * 2 for content in CONTENTS[:2]
+        [repeat_content(content, BLOCK)] * 2 for content in CONTENTS[:2]
     ]
 
 
-def test_a_block_without_its_value_is_no_hit(instance: TransferProcess) -> None:
+def test_a_block_without_v_is_not_a_hit(instance: TransferProcess) -> None:
     half = block_hashes([[7] * 64])
     key = instance.keys(half)[0]
     buffer = instance.write_buffers[0]
@@ -176,44 +181,48 @@ def test_a_block_without_its_value_is_no_hit(instance: TransferProcess) -> None:
     assert instance.match(half) == 0
 
 
-def test_fp8_blocks_come_with_their_scales(activated: None, master: MooncakeMaster, models: list[Path]) -> None:
+def test_fp8_blocks_are_read_with_their_scales(
+    replaced_client: None, master: MooncakeMaster, models: list[Path]
+) -> None:
     command = argv(models[0], cache_dtype="block_wise_fp8")
     with storage(OneClass, master, command) as opened:
         process = TransferProcess(opened, BLOCK // 2, SCALES)
         assert process.write(HASHES, CONTENTS) == [0] * 16
-        assert process.read(HASHES)[1] == [filled(b"second", size) for size in (BLOCK // 2, BLOCK // 2, SCALES, SCALES)]
+        assert process.read(HASHES)[1] == [
+            repeat_content(b"second", size) for size in (BLOCK // 2, BLOCK // 2, SCALES, SCALES)
+        ]
         (lost,) = process.keys(HASHES[1:2])[3]
         assert opened.client.remove(lost, True) == 0
         assert process.match(HASHES) == 1
 
 
-def test_two_models_on_one_pool_never_read_each_other(
+def test_two_models_in_one_pool_do_not_read_each_others_blocks(
     instance: TransferProcess, shape: Shape, master: MooncakeMaster, models: list[Path]
 ) -> None:
     with storage(shape, master, argv(models[1])) as opened:
         other = TransferProcess(opened, BLOCK)
         assert other.match(HASHES) == 0
         assert other.write(HASHES, CONTENTS[::-1]) == [0] * 8
-        assert other.read(HASHES)[0] == [filled(b"fourth", BLOCK)] * 2
-        assert instance.read(HASHES)[0] == [filled(b"first", BLOCK)] * 2
+        assert other.read(HASHES)[0] == [repeat_content(b"fourth", BLOCK)] * 2
+        assert instance.read(HASHES)[0] == [repeat_content(b"first", BLOCK)] * 2
         opened.client.remove_all()
         assert other.match(HASHES) == 0
     assert instance.match(HASHES) == 4
 
 
-@pytest.mark.usefixtures("activated")
-def test_a_folder_named_as_the_master_is_the_pool(shape: Shape, models: list[Path], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("replaced_client")
+def test_a_folder_in_place_of_the_masters_address_is_the_pool(shape: Shape, models: list[Path], tmp_path: Path) -> None:
     folder: dict[str, object] = {"master_server_addr": f"file://{tmp_path}/pool?size=64MiB", "protocol": "rdma"}
     folder |= {"metadata_server": "P2PHANDSHAKE", "local_hostname": "10.0.0.9"}
     with contextlib.ExitStack() as opened:
         first, second, other = (opened.enter_context(storage(shape, folder, argv(models[i]))) for i in (0, 0, 1))
         assert TransferProcess(first, BLOCK).write(HASHES, CONTENTS) == [0] * 8
         read = TransferProcess(second, BLOCK).read(HASHES)
-        assert read == [[filled(content, BLOCK)] * 2 for content in CONTENTS]
+        assert read == [[repeat_content(content, BLOCK)] * 2 for content in CONTENTS]
         assert TransferProcess(other, BLOCK).match(HASHES) == 0
 
 
-def test_an_object_shorter_than_asked_for_is_no_read(instance: TransferProcess) -> None:
+def test_a_read_of_a_value_shorter_than_the_target_fails(instance: TransferProcess) -> None:
     small = Memory(b"short")
     client = instance.storage.client
     assert client.put_from("short", small.address, 5) == 0
@@ -221,14 +230,14 @@ def test_an_object_shorter_than_asked_for_is_no_read(instance: TransferProcess) 
     assert instance.storage.batch_get(keys=["short"], target_locations=[buffer.address], target_sizes=[BLOCK])[0] < 0
 
 
-def test_a_read_into_less_memory_than_stored_is_refused(instance: TransferProcess) -> None:
+def test_a_read_into_a_target_shorter_than_the_value_fails(instance: TransferProcess) -> None:
     target = Memory(BLOCK)
     (key,) = instance.keys(HASHES[:1])[0]
     assert instance.storage.client.get_into(key, target.address, 100) < 0
     assert target.content[100:] == b"\xee" * (BLOCK - 100)
 
 
-def test_side_data_is_read_by_a_single_get(instance: TransferProcess) -> None:
+def test_side_data_is_read_with_a_single_get(instance: TransferProcess) -> None:
     written, read = Memory(b"logits of the last token"), Memory(24)
     client = instance.storage.client
     assert client.put_from("side", written.address, 24) == 0
@@ -236,13 +245,13 @@ def test_side_data_is_read_by_a_single_get(instance: TransferProcess) -> None:
     assert read.content == b"logits of the last token"
 
 
-def test_bytes_come_back_in_their_own_length(instance: TransferProcess) -> None:
+def test_bytes_are_read_with_their_own_length(instance: TransferProcess) -> None:
     client = instance.storage.client
     assert client.put("note", b"anything") == 0
     assert (client.get("note"), client.get("nothing"), client.put("empty", b"") < 0) == (b"anything", b"", True)
 
 
-def test_a_deleted_block_is_gone(instance: TransferProcess) -> None:
+def test_a_removed_block_is_absent(instance: TransferProcess) -> None:
     block = block_hashes([[6] * 64])
     instance.write(block, [b"x"])
     for (key,) in instance.keys(block):
@@ -251,14 +260,14 @@ def test_a_deleted_block_is_gone(instance: TransferProcess) -> None:
     assert instance.storage.client.remove("never stored") == -704
 
 
-def found_blocks(folder: Path) -> float | None:
-    """What FastDeploy's ``/metrics`` would tell of look-ups: it gathers what its processes leave in that folder."""
+def count_found_blocks(folder: Path) -> float | None:
+    """Return the number of found blocks in FastDeploy's ``/metrics``, from the files of its processes in a folder."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(folder))
     return registry.get_sample_value("kvstore_blocks_total", {"operation": "exists", "status": "ok"})
 
 
-# In a process of its own, as Mooncake's client takes long to end without its master.
+# In a process of its own, because Mooncake's client needs a long time to end without its master.
 SURVIVOR = """
 import json, os, sys
 import pytest
@@ -281,7 +290,7 @@ os._exit(0)
 """
 
 
-def test_with_the_master_dead_nothing_is_matched_and_that_is_said_in_time(models: list[Path], tmp_path: Path) -> None:
+def test_after_the_masters_end_no_block_is_matched_and_calls_end_soon(models: list[Path], tmp_path: Path) -> None:
     with mooncake_master(tmp_path / "log") as doomed, ThreadPoolExecutor(1) as reader:
         survivor = subprocess.Popen(
             [sys.executable, "-c", SURVIVOR, *argv(models[0])[1:]],
@@ -298,17 +307,17 @@ def test_with_the_master_dead_nothing_is_matched_and_that_is_said_in_time(models
             doomed.kill()
             print(file=survivor.stdin, flush=True)
             for _shape in range(2):
-                # The deadline is 0.5 s; Mooncake's own client says, at once or after up to 4.5 s, that all is there.
+                # The deadline is 0.5 s. Mooncake's own client reports, within 4.5 s, that all blocks are present.
                 assert reader.submit(survivor.stdout.readline).result(timeout=4) == "0\n"
             assert survivor.stdout.readline() == "[(0, True), (0, True)]\n"
-            assert found_blocks(tmp_path)
+            assert count_found_blocks(tmp_path)
         finally:
             survivor.kill()
             survivor.communicate()
 
 
-def test_after_it_was_closed_a_client_fails_every_call_and_crashes_nothing(
-    activated: None, models: list[Path], monkeypatch: pytest.MonkeyPatch
+def test_every_call_of_a_closed_client_fails_without_an_exception(
+    replaced_client: None, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, memory = FastDeployClient(), Memory(8)
     assert client.close() == client.close() == 0
@@ -317,21 +326,21 @@ def test_after_it_was_closed_a_client_fails_every_call_and_crashes_nothing(
     assert (client.get("a"), client.remove_all() < 0, client.health_check()) == (b"", True, 1)
 
 
-# What the namespace is made of.
+# The contents of the namespace.
 
-WITHOUT = engine_of()
+ENGINE_WITHOUT_MODEL = engine_of()
 
 
-def digest_of(command: list[str], engine: Engine = WITHOUT) -> str:
+def digest_of(command: list[str], engine: Engine = ENGINE_WITHOUT_MODEL) -> str:
     return process_namespace(command, engine).digest
 
 
-def test_ranks_and_roles_share_a_namespace_as_keys_name_the_rank(models: list[Path]) -> None:
+def test_ranks_and_roles_have_the_same_namespace(models: list[Path]) -> None:
     one, other = (
         argv(models[0]),
         argv(models[0], rank=1, device_id=1, splitwise_role="decode", key_cache_shape="7,2,64,16"),
     )
-    assert process_namespace(one, WITHOUT) == process_namespace(other, WITHOUT)
+    assert process_namespace(one, ENGINE_WITHOUT_MODEL) == process_namespace(other, ENGINE_WITHOUT_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -347,12 +356,14 @@ def test_ranks_and_roles_share_a_namespace_as_keys_name_the_rank(models: list[Pa
     ],
     ids=str,
 )
-def test_whatever_changes_a_blocks_bytes_changes_the_namespace(models: list[Path], changes: dict[str, object]) -> None:
+def test_each_argument_that_changes_blocks_changes_the_namespace(
+    models: list[Path], changes: dict[str, object]
+) -> None:
     assert digest_of(argv(models[0])) != digest_of(argv(models[0], **changes))
 
 
 def commands(model: Path) -> dict[str, list[str]]:
-    """A process of each kind, by the lines that FastDeploy 2.6 and its cache manager v1 start them with."""
+    """Return the command lines with which FastDeploy 2.6 and its cache manager v1 start each kind of process."""
     defaults = '{"num_speculative_tokens": 1, "num_model_steps": 1, "num_extra_cache_layer": 0}'
     worker = ["worker_process.py", "--model", str(model), "--tensor_parallel_size", "2", "--block_size", "64"]
     worker += ["--quantization", "null", "--speculative_config", defaults, "--enable_prefix_caching"]
@@ -360,9 +371,7 @@ def commands(model: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["transfer", "scheduler", "worker"])
-def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_own(
-    models: list[Path], kind: str
-) -> None:
+def test_each_setting_of_the_engine_that_can_change_kv_changes_the_namespace(models: list[Path], kind: str) -> None:
     command = commands(models[0])[kind]
     found = {digest_of(command, engine_of(models[0])): ""}
     arguments = {name: engine_of(models[0], None, **{name: "another value"}) for name in CAN_CHANGE_KV}
@@ -372,7 +381,7 @@ def test_each_setting_of_the_engine_that_decides_on_kv_has_a_namespace_of_its_ow
     unknown = {"unknown": engine_of(models[0], nobody_knows=1), "FD_X": engine_of(models[0], {"FD_X": "1"})}
     for name, engine in {**arguments, **variables, **unknown}.items():
         digest = digest_of(command, engine)
-        assert digest not in found, f"{name} changes no namespace, or that of {found.get(digest)}"
+        assert digest not in found, f"{name} does not change the namespace, or has the same one as {found.get(digest)}"
         found[digest] = name
 
 
@@ -397,18 +406,18 @@ CHANGES = {
     "ranks": ("-tp 2", {}),
     "block size": ("--block-size 128", {}),
 }
-"""Command lines and environments of instances that differ from one another, and from the plain one, in KV bytes."""
+"""Command lines and environments of instances that all have different KV bytes."""
 
 
 @pytest.mark.parametrize("kind", ["scheduler", "worker", "transfer"])
-def test_instances_that_differ_in_one_setting_on_kv_are_apart_by_their_command_lines(
+def test_command_lines_that_change_kv_have_different_namespaces(
     models: list[Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "fastdeploy", None)
     found: dict[str, str] = {}
     for name, (words, environ) in {"plain": ("", {}), **CHANGES}.items():
         arguments, _ = parse_arguments([*PLAIN_LINE.split(), *words.split()])
-        # The transfer process is given these two by its own arguments.
+        # The transfer process gets these two in its own arguments.
         ranks = {"mp_num": arguments.get("tensor_parallel_size", 1)}
         shape = {"key_cache_shape": f"100,2,{arguments.get('block_size', 64)},16"}
         command = argv(models[0], **ranks, **shape) if kind == "transfer" else commands(models[0])[kind]
@@ -418,19 +427,21 @@ def test_instances_that_differ_in_one_setting_on_kv_are_apart_by_their_command_l
 
 
 @pytest.mark.parametrize("kind", ["transfer", "scheduler", "worker"])
-def test_settings_of_the_engine_that_cannot_change_kv_do_not_part_instances(models: list[Path], kind: str) -> None:
+def test_settings_of_the_engine_that_cannot_change_kv_do_not_change_the_namespace(
+    models: list[Path], kind: str
+) -> None:
     command = commands(models[0])[kind]
-    told = dict.fromkeys(CANNOT_CHANGE_KV, "another value")
-    engine = engine_of(models[0], dict.fromkeys(NEUTRAL_VARIABLES, "another value"), **told)
+    neutral = dict.fromkeys(CANNOT_CHANGE_KV, "another value")
+    engine = engine_of(models[0], dict.fromkeys(NEUTRAL_VARIABLES, "another value"), **neutral)
     plain = engine_of(models[0])
     assert digest_of(command, engine) == digest_of(command, plain)
 
 
-def test_arguments_with_a_field_of_their_own_change_it(models: list[Path]) -> None:
+def test_some_arguments_have_a_field_of_the_namespace(models: list[Path]) -> None:
     scheduler = commands(models[0])["scheduler"]
     plain, changed = (
-        process_namespace(scheduler, engine_of(models[0], None, **each))
-        for each in ({}, {"tensor_parallel_size": 2, "block_size": 128})
+        process_namespace(scheduler, engine_of(models[0], None, **arguments))
+        for arguments in ({}, {"tensor_parallel_size": 2, "block_size": 128})
     )
     assert (plain.tp_size, plain.block_size, changed.tp_size, changed.block_size) == (1, 64, 2, 128)
     assert process_namespace(scheduler, engine_of(models[1])).digest != plain.digest
@@ -445,20 +456,20 @@ def test_arguments_with_a_field_of_their_own_change_it(models: list[Path]) -> No
     ],
     ids=["plain", "quantized", "mtp"],
 )
-def test_the_engine_and_its_worker_agree(models: list[Path], settings: dict[str, Any]) -> None:
+def test_the_engine_and_its_worker_have_the_same_namespace(models: list[Path], settings: dict[str, Any]) -> None:
     engine = engine_of(models[0], **settings)
     kinds = commands(models[0])
     assert process_namespace(kinds["scheduler"], engine) == process_namespace(kinds["worker"], engine)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "naive"])
-def test_speculation_without_a_draft_model_parts_no_instances(models: list[Path], method: str) -> None:
+def test_speculation_without_a_draft_model_does_not_change_the_namespace(models: list[Path], method: str) -> None:
     speculative = {"method": method, "num_speculative_tokens": 5}
-    with_it = engine_of(models[0], speculative_config=json.dumps(speculative))
-    assert digest_of(argv(models[0]), with_it) == digest_of(argv(models[0]), engine_of(models[0]))
+    speculating = engine_of(models[0], speculative_config=json.dumps(speculative))
+    assert digest_of(argv(models[0]), speculating) == digest_of(argv(models[0]), engine_of(models[0]))
 
 
-def test_cuda_graphs_part_no_instances_as_decode_has_them_and_prefill_does_not(models: list[Path]) -> None:
+def test_cuda_graphs_do_not_change_the_namespace(models: list[Path]) -> None:
     found = [
         digest_of(argv(models[0]), engine_of(models[0], graph_optimization_config=each))
         for each in (None, '{"use_cudagraph": true}', '{"use_cudagraph": true, "graph_opt_level": 2}')
@@ -488,7 +499,7 @@ def test_int8_and_fp8_caches_share_no_blocks(models: list[Path]) -> None:
         (None, {"quantization_config": {"quantization": "wint4"}}, False),
     ],
 )
-def test_quantized_weights_are_shared_by_one_kind_of_gpus(
+def test_blocks_of_quantized_weights_are_shared_only_by_the_same_kind_of_gpu(
     models: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -496,7 +507,7 @@ def test_quantized_weights_are_shared_by_one_kind_of_gpus(
     config: dict[str, Any],
     is_shared: bool,
 ) -> None:
-    """From compute capability 10.0 on, FastDeploy rounds the scales of block-wise fp8 to powers of two."""
+    """Since compute capability 10.0, FastDeploy rounds the scales of block-wise fp8 to powers of two."""
     (tmp_path / "model.pdparams").write_bytes((models[0] / "model.pdparams").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = set()
@@ -506,7 +517,7 @@ def test_quantized_weights_are_shared_by_one_kind_of_gpus(
     assert (len(found) == 1) is is_shared
 
 
-def test_another_version_of_fastdeploy_shares_no_blocks(
+def test_versions_of_fastdeploy_share_no_blocks(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = types.ModuleType("fastdeploy")
@@ -520,7 +531,7 @@ def test_another_version_of_fastdeploy_shares_no_blocks(
         assert len(found) == 2
 
 
-def test_why_miss_names_the_setting_that_parts_two_instances(
+def test_why_miss_names_the_setting_in_which_two_instances_differ(
     models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifests = []
@@ -536,26 +547,26 @@ def test_why_miss_names_the_setting_that_parts_two_instances(
 
 
 def test_why_miss_finds_the_setting_in_the_pool(
-    activated: None, master: MooncakeMaster, models: list[Path], capsys: pytest.CaptureFixture[str]
+    replaced_client: None, master: MooncakeMaster, models: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
         storage(OneClass, master, argv(models[0]), quantization="wint4") as one,
         storage(OneClass, master, argv(models[0]), quantization="wint8") as other,
     ):
-        digests = [each.client._pool.namespace.digest for each in (one, other)]
+        digests = [opened.client._pool.namespace.digest for opened in (one, other)]
         why_miss(["why-miss", describe_url(master.config()), "--between", *digests])
     assert "quantization ('wint4' of" in capsys.readouterr().out
 
 
-def test_a_process_that_is_not_told_the_model_takes_the_engines(models: list[Path]) -> None:
-    untold = argv(models[0])[:-2]
+def test_a_process_without_a_model_argument_has_the_engines_model(models: list[Path]) -> None:
+    without_model = argv(models[0])[:-2]
     for engine in (engine_of(models[0]), engine_of(environ={"KVSTORE_MODEL": str(models[0])})):
-        assert digest_of(untold, engine) == digest_of(argv(models[0]), engine_of(models[0]))
+        assert digest_of(without_model, engine) == digest_of(argv(models[0]), engine_of(models[0]))
     with pytest.raises(ConfigError, match="set KVSTORE_MODEL to the model's folder"):
-        process_namespace(untold, engine_of())
+        process_namespace(without_model, engine_of())
 
 
-def test_a_hubs_name_is_the_folder_that_fastdeploy_downloads_it_to(models: list[Path], tmp_path: Path) -> None:
+def test_a_name_at_a_hub_is_the_folder_of_fastdeploys_download(models: list[Path], tmp_path: Path) -> None:
     (tmp_path / "PaddlePaddle").mkdir()
     (tmp_path / "PaddlePaddle" / "ERNIE").symlink_to(models[0])
     environ = {"FD_MODEL_CACHE": str(tmp_path)}
@@ -563,13 +574,13 @@ def test_a_hubs_name_is_the_folder_that_fastdeploy_downloads_it_to(models: list[
     assert named == digest_of(argv(models[0]))
 
 
-def test_a_hubs_name_that_is_nowhere_is_the_model_that_is_named_for_it(models: list[Path], tmp_path: Path) -> None:
+def test_kvstore_model_replaces_a_name_that_is_not_on_this_machine(models: list[Path], tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "KVSTORE_MODEL": str(models[0])}
     named = digest_of(argv(models[0], model_path="PaddlePaddle/ERNIE"), engine_of(environ=environ))
     assert named == digest_of(argv(models[0]))
 
 
-def test_the_revision_that_is_served_is_the_one_that_counts(models: list[Path], tmp_path: Path) -> None:
+def test_the_namespace_has_the_weights_of_the_served_revision(models: list[Path], tmp_path: Path) -> None:
     cache = tmp_path / "models--org--name"
     for name, model in (("main", models[0]), ("v2", models[1])):
         (cache / "refs").mkdir(parents=True, exist_ok=True)
@@ -591,7 +602,7 @@ def test_the_revision_that_is_served_is_the_one_that_counts(models: list[Path], 
         ({"mp_num": "two"}, "--mp_num is 'two'; it must be a whole number"),
     ],
 )
-def test_what_makes_no_namespace_is_refused(
+def test_arguments_without_a_namespace_are_refused(
     models: list[Path], tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -603,7 +614,7 @@ def test_what_makes_no_namespace_is_refused(
 
 @pytest.fixture
 def changing(models: list[Path], tmp_path: Path) -> Path:
-    """A model in training: it says which weights it has."""
+    """Return the folder of a model in training, with the version of its weights."""
     for file in models[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "version.yaml").write_text("version: RL-STEP1-17-a")
@@ -611,7 +622,7 @@ def changing(models: list[Path], tmp_path: Path) -> Path:
 
 
 class VersionedProcess(TransferProcess):
-    """FastDeploy 2.6 in training: its keys begin with the step that it has read from ``version.yaml``."""
+    """FastDeploy 2.6 in training: its keys begin with the training step from ``version.yaml``."""
 
     step = "RL-STEP1"
 
@@ -621,7 +632,7 @@ class VersionedProcess(TransferProcess):
 
 
 class UnversionedProcess(TransferProcess):
-    """FastDeploy's cache manager v1: its keys say nothing of weights."""
+    """FastDeploy's cache manager v1: its keys have no version of the weights."""
 
     def keys(self, hashes: Sequence[str]) -> list[list[str]]:
         kinds = super().keys(hashes)
@@ -629,8 +640,8 @@ class UnversionedProcess(TransferProcess):
 
 
 @pytest.mark.parametrize(("kind", "shape"), [(VersionedProcess, OneClass), (UnversionedProcess, SchedulerAndWorker)])
-def test_after_an_update_kv_of_old_weights_is_never_read(
-    activated: None, master: MooncakeMaster, changing: Path, kind: type[TransferProcess], shape: Shape
+def test_after_an_update_blocks_of_old_weights_are_not_read(
+    replaced_client: None, master: MooncakeMaster, changing: Path, kind: type[TransferProcess], shape: Shape
 ) -> None:
     with storage(shape, master, argv(changing), dynamic_load_weight=True) as opened:
         process = kind(opened, BLOCK)
@@ -643,11 +654,11 @@ def test_after_an_update_kv_of_old_weights_is_never_read(
         with storage(shape, master, argv(changing), dynamic_load_weight=True) as started_later:
             other = kind(started_later, BLOCK)
             vars(other)["step"] = "RL-STEP2"
-            assert other.read(HASHES) == [[filled(b"of the new weights", BLOCK)] * 2]
+            assert other.read(HASHES) == [[repeat_content(b"of the new weights", BLOCK)] * 2]
 
 
-def test_while_keys_name_other_weights_than_the_folder_nothing_is_read_or_stored(
-    activated: None, master: MooncakeMaster, changing: Path
+def test_no_block_is_read_or_stored_while_keys_and_folder_have_different_versions(
+    replaced_client: None, master: MooncakeMaster, changing: Path
 ) -> None:
     with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as opened:
         process = VersionedProcess(opened, BLOCK)
@@ -657,22 +668,22 @@ def test_while_keys_name_other_weights_than_the_folder_nothing_is_read_or_stored
         assert {code < 0 for code in process.write(HASHES, CONTENTS)} == {True}
 
 
-def test_an_instance_that_is_started_after_an_update_shares_the_blocks_of_one_that_was_updated(
-    activated: None, master: MooncakeMaster, changing: Path
+def test_an_updated_instance_and_one_that_starts_after_the_update_share_blocks(
+    replaced_client: None, master: MooncakeMaster, changing: Path
 ) -> None:
     with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as updated:
         (changing / "model.pdparams").write_bytes(b"trained" * 600)
         process = UnversionedProcess(updated, BLOCK)
         assert process.match(HASHES) == 0
-        assert {code < 0 for code in process.write(HASHES, CONTENTS)} == {True}, "of which weights is not known"
+        assert {code < 0 for code in process.write(HASHES, CONTENTS)} == {True}, "the version of the weights is unknown"
         (changing / "version.yaml").write_text("version: RL-STEP2-18-b")
         assert process.write(HASHES, CONTENTS) == [0] * 8
         with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as started_later:
             assert UnversionedProcess(started_later, BLOCK).match(HASHES) == 4
 
 
-def test_while_new_weights_are_only_half_written_nothing_is_read_or_stored(
-    activated: None, master: MooncakeMaster, changing: Path
+def test_no_block_is_read_or_stored_while_new_weights_are_incomplete(
+    replaced_client: None, master: MooncakeMaster, changing: Path
 ) -> None:
     with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as opened:
         process = UnversionedProcess(opened, BLOCK)
@@ -684,8 +695,8 @@ def test_while_new_weights_are_only_half_written_nothing_is_read_or_stored(
         assert process.write(HASHES, CONTENTS) == [0] * 8
 
 
-def test_weights_that_may_change_need_a_version(
-    activated: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
+def test_weights_that_can_change_need_a_version(
+    replaced_client: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
         pytest.raises(
@@ -696,16 +707,16 @@ def test_weights_that_may_change_need_a_version(
         pass
 
 
-# Weights whose files change while an instance loads them.
+# Files of weights that change while an instance loads them.
 
 
 @pytest.mark.parametrize(
     ("has_changed", "named"), [(True, "folder"), (True, "draft"), (False, "folder"), (True, "hub")]
 )
-def test_an_instance_whose_weights_changed_after_its_start_shares_no_blocks(
-    activated: None, master: MooncakeMaster, changing: Path, models: list[Path], has_changed: bool, named: str
+def test_an_instance_shares_no_blocks_if_its_weights_changed_after_its_start(
+    replaced_client: None, master: MooncakeMaster, changing: Path, models: list[Path], has_changed: bool, named: str
 ) -> None:
-    """FastDeploy itself downloads a model of a hub, after its start."""
+    """A model of a hub is an exception, because FastDeploy downloads it after its start."""
     (changing / "version.yaml").unlink()
     draft = {"speculative_config": json.dumps({"method": "mtp", "model": str(changing)})}
     arguments = {"folder": {"model": str(changing)}, "draft": draft, "hub": {"model": "baidu/a-model"}}[named]
@@ -720,21 +731,21 @@ def test_an_instance_whose_weights_changed_after_its_start_shares_no_blocks(
         assert (writer.match(HASHES), reader.match(HASHES)) == (4, 0 if has_changed and named != "hub" else 4)
 
 
-# Prefill to decode through storage, where a miss is an error.
+# The transfer from prefill to decode through storage, in which a miss is an error.
 
 
-def partial(block: str, tokens: int) -> str:
-    """The key of a prompt's last block, which has so many tokens."""
+def name_partial(block: str, tokens: int) -> str:
+    """Return the key of a prompt's last block, which has ``tokens`` tokens."""
     return f"{block}:partial:{tokens}"
 
 
 @pytest.fixture
-def by_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def transfer_by_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "hands_over_by_storage", True)
 
 
-@pytest.mark.usefixtures("activated", "by_storage")
-def test_decode_reads_all_blocks_with_the_partial_one_as_soon_as_prefill_has_written_them(
+@pytest.mark.usefixtures("replaced_client", "transfer_by_storage")
+def test_decode_reads_all_blocks_and_the_partial_one_after_prefill_has_written_them(
     master: MooncakeMaster, models: list[Path]
 ) -> None:
     with (
@@ -744,15 +755,15 @@ def test_decode_reads_all_blocks_with_the_partial_one_as_soon_as_prefill_has_wri
         writer, reader = TransferProcess(prefill, BLOCK), TransferProcess(decode, BLOCK)
         for prompt in range(20):
             first, last = block_hashes([[100 + prompt] * 64, [prompt] * 5])
-            blocks = [first, partial(last, 5)]
+            blocks = [first, name_partial(last, 5)]
             assert reader.match(blocks) == 0
             assert writer.write(blocks, CONTENTS[:2]) == [0] * 4
-            assert reader.read(blocks) == [[filled(content, BLOCK)] * 2 for content in CONTENTS[:2]]
-            assert reader.match([first, partial(last, 4)]) == 1
+            assert reader.read(blocks) == [[repeat_content(content, BLOCK)] * 2 for content in CONTENTS[:2]]
+            assert reader.match([first, name_partial(last, 4)]) == 1
 
 
 @pytest.mark.parametrize(("value", "seconds"), [(None, 0), ("0", 0), ("1", 10)])
-def test_calls_are_patient_where_a_miss_is_an_error(
+def test_calls_wait_longer_if_a_miss_is_an_error(
     value: str | None, seconds: float, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {} if value is None else {"FD_PD_TRANSFER_VIA_STORAGE": value}
@@ -760,8 +771,8 @@ def test_calls_are_patient_where_a_miss_is_an_error(
     assert FastDeployClient().patience(PoolConfig(MemorySettings())) == seconds
 
 
-@pytest.mark.usefixtures("activated", "by_storage")
-def test_where_a_miss_is_an_error_asynchronous_writes_are_refused(
+@pytest.mark.usefixtures("replaced_client", "transfer_by_storage")
+def test_asynchronous_writes_are_refused_if_a_miss_is_an_error(
     master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_ASYNC_WRITE", "1")
@@ -772,7 +783,7 @@ def test_where_a_miss_is_an_error_asynchronous_writes_are_refused(
         pass
 
 
-# How FastDeploy loads it.
+# The way in which FastDeploy loads our client.
 
 LOADER = """
 import mooncake.store
@@ -786,12 +797,12 @@ print(mooncake.store.MooncakeDistributedStore.__name__)
 @pytest.mark.parametrize(
     ("named", "client"), [("kvstore", "FastDeployClient"), ("other,kvstore", "FastDeployClient"), ("", "native")]
 )
-def test_the_entry_point_replaces_the_client_only_where_it_is_named(named: str, client: str) -> None:
+def test_the_entry_point_replaces_the_client_only_if_fd_plugins_names_it(named: str, client: str) -> None:
     environ = {**os.environ, "FD_PLUGINS": named}
     run = subprocess.run([sys.executable, "-c", LOADER], env=environ, capture_output=True, text=True, check=True)
     assert run.stdout.split() == [client if named else "MooncakeDistributedStore"]
 
 
-def test_it_loads_no_tensor_library() -> None:
+def test_the_integration_imports_no_tensor_library() -> None:
     code = "import sys, kvstore_backend.integrations.fastdeploy; print({'torch', 'paddle'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""What FastDeploy's processes see of their engine; by FastDeploy's own parser where it is installed."""
+"""A FastDeploy process reads the settings of its engine, with FastDeploy's own parser if it is installed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ print(json.dumps({name: value for name, value in arguments.items() if value != d
 """
 
 
-def process(proc: Path, pid: str, words: Sequence[str], parent: int, **environ: str) -> None:
-    """Write a process as the kernel shows it."""
+def write_process(proc: Path, pid: str, words: Sequence[str], parent: int, **environ: str) -> None:
+    """Write the files of a process under ``/proc``."""
     folder = proc / pid
     folder.mkdir()
     (folder / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in words))
@@ -48,25 +48,25 @@ def process(proc: Path, pid: str, words: Sequence[str], parent: int, **environ: 
 
 @pytest.fixture
 def no_fastdeploy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FastDeploy's parser cannot be had."""
+    """Make FastDeploy's parser unavailable."""
     monkeypatch.setitem(sys.modules, "fastdeploy", None)
 
 
 @pytest.mark.usefixtures("no_fastdeploy")
 class TestFindingTheEngine:
-    def test_it_is_the_process_itself(self, tmp_path: Path) -> None:
-        process(tmp_path, "self", [*SERVER, "--model", "/m"], 1, FD_ATTENTION_BACKEND="MLA_ATTN", FD_X="a=b")
+    def test_the_engine_can_be_the_process_itself(self, tmp_path: Path) -> None:
+        write_process(tmp_path, "self", [*SERVER, "--model", "/m"], 1, FD_ATTENTION_BACKEND="MLA_ATTN", FD_X="a=b")
         assert find_engine(tmp_path) == Engine(
             {"model": "/m"}, environ={"FD_ATTENTION_BACKEND": "MLA_ATTN", "FD_X": "a=b"}
         )
 
-    def test_it_is_the_nearest_one_above(self, tmp_path: Path) -> None:
-        process(
+    def test_the_engine_is_the_nearest_parent_that_is_an_api_server(self, tmp_path: Path) -> None:
+        write_process(
             tmp_path, "self", ["python", "/fd/cache_manager/cache_transfer_manager.py", "--model", "/of-the-child"], 30
         )
-        process(tmp_path, "30", ["/bin/sh", "-c", "python cache_transfer_manager.py > log"], 20)
-        process(tmp_path, "20", [*SERVER, "--model", "/m"], 10)
-        process(tmp_path, "10", ["python", "-m", "fastdeploy.entrypoints.openai.multi_api_server"], 1)
+        write_process(tmp_path, "30", ["/bin/sh", "-c", "python cache_transfer_manager.py > log"], 20)
+        write_process(tmp_path, "20", [*SERVER, "--model", "/m"], 10)
+        write_process(tmp_path, "10", ["python", "-m", "fastdeploy.entrypoints.openai.multi_api_server"], 1)
         assert find_engine(tmp_path).arguments == {"model": "/m"}
 
     @pytest.mark.parametrize(
@@ -77,30 +77,30 @@ class TestFindingTheEngine:
             ["python3", "-m", "fastdeploy.entrypoints.openai.run_batch"],
         ],
     )
-    def test_it_is_started_in_several_ways(self, tmp_path: Path, words: list[str]) -> None:
-        process(tmp_path, "self", [*words, "--model=/m"], 1)
+    def test_the_engine_can_be_started_in_several_ways(self, tmp_path: Path, words: list[str]) -> None:
+        write_process(tmp_path, "self", [*words, "--model=/m"], 1)
         assert find_engine(tmp_path).arguments == {"model": "/m"}
 
-    def test_without_one_the_settings_are_not_known_and_that_is_said(self, tmp_path: Path) -> None:
-        process(tmp_path, "self", ["python", "my_script.py", "--model", "/m"], 1)
-        process(tmp_path, "1", ["init"], 0)
+    def test_without_an_engine_the_settings_are_unknown_and_the_error_names_the_reason(self, tmp_path: Path) -> None:
+        write_process(tmp_path, "self", ["python", "my_script.py", "--model", "/m"], 1)
+        write_process(tmp_path, "1", ["init"], 0)
         with pytest.raises(ConfigError, match="neither this process nor a parent of it is FastDeploy's API server"):
             find_engine(tmp_path)
 
-    def test_it_says_when_the_engine_began(self, tmp_path: Path) -> None:
-        process(tmp_path, "self", ["python", "cache_transfer_manager.py"], 20)
-        process(tmp_path, "20", SERVER, 1)
+    def test_the_start_of_the_engine_is_known(self, tmp_path: Path) -> None:
+        write_process(tmp_path, "self", ["python", "cache_transfer_manager.py"], 20)
+        write_process(tmp_path, "20", SERVER, 1)
         (tmp_path / "20" / "stat").write_text(Path("/proc/1/stat").read_text())
         (tmp_path / "self" / "stat").write_text(Path("/proc/self/stat").read_text())
         assert abs(time.time() - find_age(Path("/proc/1")) - find_engine(tmp_path).began) < 1
 
-    def test_a_process_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
-        process(tmp_path, "self", ["python", "worker_process.py"], 7)
+    def test_the_error_names_a_process_that_cannot_be_read(self, tmp_path: Path) -> None:
+        write_process(tmp_path, "self", ["python", "worker_process.py"], 7)
         with pytest.raises(ConfigError, match=f"command line cannot be read: .*{tmp_path}/7/cmdline"):
             find_engine(tmp_path)
 
-    def test_a_real_process_finds_the_one_that_started_it(self, tmp_path: Path) -> None:
-        """A module of the server's name starts a shell, and that a worker."""
+    def test_a_real_process_finds_its_engine(self, tmp_path: Path) -> None:
+        """A module with the server's name starts a shell, and the shell starts a worker."""
         package = tmp_path / "fastdeploy" / "entrypoints"
         package.mkdir(parents=True)
         worker = tmp_path / "worker.py"
@@ -119,13 +119,13 @@ class TestFindingTheEngine:
 
 
 class TestTheGPU:
-    def test_its_compute_capability_is_paddles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_compute_capability_is_read_from_paddle(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda = types.SimpleNamespace(get_device_properties=lambda: types.SimpleNamespace(major=9, minor=0))
         paddle = types.SimpleNamespace(device=types.SimpleNamespace(cuda=cuda))
         monkeypatch.setitem(sys.modules, "paddle", paddle)
         assert find_capability() == "9.0"
 
-    def test_without_one_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_paddle_the_compute_capability_is_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if find_spec("paddle") is None:
             monkeypatch.delitem(sys.modules, "paddle", raising=False)
         assert find_capability() == ""
@@ -144,14 +144,14 @@ LINES: list[tuple[list[str], dict[str, Any]]] = [
 @pytest.mark.usefixtures("no_fastdeploy")
 class TestReadingACommandLine:
     @pytest.mark.parametrize(("words", "arguments"), LINES)
-    def test_it_is_read_as_argparse_does(self, words: list[str], arguments: dict[str, Any]) -> None:
+    def test_a_command_line_is_read_as_argparse_does(self, words: list[str], arguments: dict[str, Any]) -> None:
         read, defaults = parse_arguments(words)
         assert {name: str(value) for name, value in read.items()} == {
             name: str(value) for name, value in arguments.items()
         }
         assert defaults == {}
 
-    def test_a_yaml_file_comes_before_the_command_line(self, tmp_path: Path) -> None:
+    def test_the_command_line_overrides_a_yaml_file(self, tmp_path: Path) -> None:
         file = tmp_path / "config.yaml"
         file.write_text("model: /m\ntensor_parallel_size: 4\nquantization: {kv_cache_quant_type: float8_e4m3fn}\n")
         read, _ = parse_arguments(["--config", str(file), "-tp", "2"])
@@ -162,14 +162,14 @@ class TestReadingACommandLine:
         }
 
     @pytest.mark.parametrize("content", [None, "a: [b"])
-    def test_a_yaml_file_that_cannot_be_read_is_named(self, tmp_path: Path, content: str | None) -> None:
+    def test_the_error_names_a_yaml_file_that_cannot_be_read(self, tmp_path: Path, content: str | None) -> None:
         file = tmp_path / "config.yaml"
         if content is not None:
             file.write_text(content)
         with pytest.raises(ConfigError, match=f"--config {file} cannot be read"):
             parse_arguments([f"--config={file}"])
 
-    def test_a_yaml_file_without_settings_says_nothing(self, tmp_path: Path) -> None:
+    def test_a_yaml_file_can_be_empty(self, tmp_path: Path) -> None:
         file = tmp_path / "config.yaml"
         file.write_text("")
         assert parse_arguments([f"--config={file}"]) == ({}, {})
@@ -178,24 +178,26 @@ class TestReadingACommandLine:
         read, _ = parse_arguments(["--logits-processors", "a:A", "b:B", "--model", "/m"])
         assert read == {"logits_processors": "a:A b:B", "model": "/m"}
 
-    def test_an_unknown_argument_and_an_ambiguous_one_stay_as_they_are(self) -> None:
+    def test_unknown_and_ambiguous_arguments_are_unchanged(self) -> None:
         read, _ = parse_arguments(["--new-thing", "1", "--enable", "--max-num=2"])
         assert read == {"new_thing": "1", "enable": True, "max_num": "2"}
 
-    def test_a_word_before_the_first_argument_is_none(self) -> None:
+    def test_a_word_before_the_first_argument_is_ignored(self) -> None:
         assert parse_arguments(["serve", "--model", "/m"])[0] == {"model": "/m"}
 
 
 @pytest.mark.skipif(find_spec("fastdeploy") is None, reason="FastDeploy is not installed here")
 @pytest.mark.parametrize(("words", "arguments"), LINES[1::2])
-def test_fastdeploys_own_parser_reads_the_same(words: list[str], arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_fastdeploys_own_parser_returns_the_same_arguments(
+    words: list[str], arguments: dict[str, Any], tmp_path: Path
+) -> None:
     environ = {**os.environ, "FD_LOG_DIR": str(tmp_path)}
     command = [sys.executable, "-c", PARSE, json.dumps(words)]
     run = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert json.loads(run.stdout.splitlines()[-1]) == arguments
 
 
-def test_arguments_that_fastdeploy_does_not_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_fastdeploy_refuses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Parser:
         def parse_args(self, words: list[str]) -> None:
             sys.exit(2)
@@ -224,15 +226,15 @@ class TestVersion:
         monkeypatch.setitem(sys.modules, "fastdeploy", module)
         return tmp_path
 
-    def test_it_differs_for_each_build(self, package: Path) -> None:
+    def test_each_build_has_another_version(self, package: Path) -> None:
         found = set()
         for commit in ("one", "two"):
             (package / "version.txt").write_text(f"fastdeploy GIT COMMIT ID: {commit}")
             found.add(find_version())
         assert len(found) == 2
-        assert all(each.startswith("2.6.0 ") for each in found)
+        assert all(version.startswith("2.6.0 ") for version in found)
 
-    def test_without_a_build_the_cache_managers_files_count(self, package: Path) -> None:
+    def test_without_a_build_the_version_depends_on_the_cache_managers_files(self, package: Path) -> None:
         (package / "cache_manager" / "v1").mkdir(parents=True)
         found = set()
         for source in ("one", "two"):
@@ -240,7 +242,7 @@ class TestVersion:
             found.add(find_version())
         assert len(found) == 2
 
-    def test_where_fastdeploy_is_not_loaded_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_fastdeploy_the_version_is_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, "fastdeploy", raising=False)
         assert find_version() == "of no known version"
 
@@ -250,7 +252,7 @@ class TestWeights:
         assert Weights(tmp_path, may_change=False).read() == WeightsVersion("", "")
 
     @pytest.mark.parametrize("content", ["", "step: 1", "version: ["])
-    def test_a_file_that_says_no_version_counts_by_its_content(self, tmp_path: Path, content: str) -> None:
+    def test_a_file_without_a_version_counts_by_its_content(self, tmp_path: Path, content: str) -> None:
         (tmp_path / "version.yaml").write_text(content)
         found = Weights(tmp_path, may_change=False).read()
         assert found is not None
@@ -269,7 +271,7 @@ class TestWeights:
         assert second is not None
         assert (second.text.split()[0], second.step) == ("RL-STEP2-18-b-c", "RL-STEP2")
 
-    def test_another_content_of_one_version_is_another_version(self, tmp_path: Path) -> None:
+    def test_the_same_version_with_another_content_is_another_version(self, tmp_path: Path) -> None:
         file = tmp_path / "version.yaml"
         file.write_text("version: RL-STEP1-17-a")
         weights = Weights(tmp_path, may_change=True)
@@ -278,13 +280,13 @@ class TestWeights:
         assert weights.read() != first
 
     @pytest.mark.parametrize("content", [None, "", "step: 1", "- version", "version: [", "\0"])
-    def test_weights_that_may_change_need_one(self, tmp_path: Path, content: str | None) -> None:
+    def test_weights_that_can_change_need_a_version(self, tmp_path: Path, content: str | None) -> None:
         if content is not None:
             (tmp_path / "version.yaml").write_text(content)
         with pytest.raises(ConfigError, match=f"{tmp_path}/version.yaml has no version of the weights"):
             Weights(tmp_path, may_change=True)
 
-    def test_a_version_that_is_gone_cannot_be_told(self, tmp_path: Path) -> None:
+    def test_without_its_file_the_version_is_unknown(self, tmp_path: Path) -> None:
         file = tmp_path / "version.yaml"
         file.write_text("version: RL-STEP1-17-a")
         weights = Weights(tmp_path, may_change=True)
@@ -293,7 +295,7 @@ class TestWeights:
         file.write_text("version: RL-STEP1-17-a")
         assert weights.read() is not None
 
-    def test_weights_that_changed_under_one_version_cannot_be_told(self, tmp_path: Path) -> None:
+    def test_the_version_is_unknown_after_weights_changed_without_a_new_version(self, tmp_path: Path) -> None:
         file, other = tmp_path / "version.yaml", tmp_path / "notes.txt"
         file.write_text("version: RL-STEP1-17-a")
         (tmp_path / "model.safetensors").write_bytes(b"old")
@@ -305,11 +307,11 @@ class TestWeights:
         file.unlink()
         assert weights.read() is None
         file.write_text("version: RL-STEP1-17-a")
-        assert weights.read() is None, "it was written again, and says the same"
+        assert weights.read() is None, "the new file has the same version"
         file.write_text("version: RL-STEP2-18-b")
         assert weights.read() is not None
 
-    def test_weights_that_the_instance_does_not_load_again_may_change(self, tmp_path: Path) -> None:
+    def test_weights_that_the_instance_does_not_load_again_can_change(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"old")
         weights = Weights(tmp_path, may_change=False)
         (tmp_path / "model.safetensors").write_bytes(b"of another model")

@@ -1,4 +1,4 @@
-"""Each setting of FastDeploy's is judged: it decides on KV bytes, or it cannot change them, and the table says why."""
+"""Each setting of FastDeploy is classified: it can change KV bytes, or the table has the reason why it cannot."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvstore_backend.integrations.fastdeploy_settings import (
 )
 from kvstore_backend.namespace import Namespace
 
-WHAT_TO_DO = (
-    "not in kvstore_backend/integrations/fastdeploy_settings.py: read what it does in FastDeploy and list it in "
-    "_DECIDING (or _DECIDING_VARIABLES), or, if it cannot change the bytes of a block whose tokens are the same, in "
-    "_REASONS (or _VARIABLE_REASONS) with why; if in doubt, the first"
+INSTRUCTION = (
+    "not in kvstore_backend/integrations/fastdeploy_settings.py: read the use of the setting in FastDeploy. If it can "
+    "change the bytes of a block with the same tokens, or in doubt, add it to _DECIDING (or _DECIDING_VARIABLES), else "
+    "to _REASONS (or _VARIABLE_REASONS) with the reason"
 )
 TABLE = Path(__file__).parents[3] / "scripts" / "watch-fastdeploy.yaml"
 WATCHED = {
@@ -34,9 +34,9 @@ RECORDED = {
     "arguments": [flag[2:].replace("-", "_") for flag in WATCHED["flag of the API server"] if flag.startswith("--")],
     "variables": WATCHED["variable"],
 }
-"""Of FastDeploy's API server, and of its ``envs.py``."""
+"""The arguments of FastDeploy's API server, and the variables in its ``envs.py``."""
 
-LOOK = """
+PRINT_SETTINGS = """
 from fastdeploy import envs
 from fastdeploy.entrypoints.openai.utils import make_arg_parser
 from fastdeploy.utils import FlexibleArgumentParser
@@ -46,11 +46,11 @@ print("variables", *envs.environment_variables)
 """
 
 
-def installed(kind: str, folder: Path) -> list[str]:
-    """What the installed FastDeploy has, in a process of its own, which it writes its logs from."""
+def list_installed(kind: str, folder: Path) -> list[str]:
+    """List settings of the installed FastDeploy, in a process of its own, because FastDeploy writes logs."""
     environ = {**os.environ, "FD_LOG_DIR": str(folder)}
     run = subprocess.run(
-        [sys.executable, "-c", LOOK], env=environ, cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PRINT_SETTINGS], env=environ, cwd=folder, capture_output=True, text=True, check=True
     )
     (line,) = (line for line in run.stdout.splitlines() if line.startswith(kind))
     return line.split()[1:]
@@ -64,17 +64,19 @@ def installed(kind: str, folder: Path) -> list[str]:
         ("variables", [*KV_VARIABLES, *NEUTRAL_VARIABLES]),
     ],
 )
-def test_every_setting_of_fastdeploys_is_judged_once(source: str, kind: str, known: list[str], tmp_path: Path) -> None:
+def test_every_setting_of_fastdeploy_is_classified_once(
+    source: str, kind: str, known: list[str], tmp_path: Path
+) -> None:
     if source == "installed" and find_spec("fastdeploy") is None:
         pytest.skip("FastDeploy is not installed here")
     assert len(known) == len({*known})
-    unknown = {*(RECORDED[kind] if source == "recorded" else installed(kind, tmp_path))} - {*known}
-    assert not unknown, f"{', '.join(sorted(unknown))}: {WHAT_TO_DO}"
+    unknown = {*(RECORDED[kind] if source == "recorded" else list_installed(kind, tmp_path))} - {*known}
+    assert not unknown, f"{', '.join(sorted(unknown))}: {INSTRUCTION}"
 
 
-def test_arguments_that_are_told_otherwise_name_a_field_of_the_namespace() -> None:
+def test_arguments_in_other_fields_name_a_field_of_the_namespace() -> None:
     assert {*IN_OTHER_FIELDS.values()} <= {*Namespace.__dataclass_fields__}
 
 
-def test_variables_with_fastdeploys_beginnings_need_no_list() -> None:
+def test_neutral_variables_of_fastdeploy_have_one_of_its_prefixes() -> None:
     assert all(name.startswith(VARIABLE_PREFIXES) for name in NEUTRAL_VARIABLES if name[:3] in ("FD_", "FLA"))
