@@ -1,4 +1,4 @@
-"""CacheSalts: the same for one client everywhere, and another one's for nobody."""
+"""CacheSalts: a client has the same salt in all processes, and no other client has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.fleet import EngineKind
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
 
 
-def test_a_clients_salt_is_the_same_in_every_process_and_no_two_are_equal() -> None:
+def test_a_clients_salt_is_equal_in_all_processes_and_different_from_others() -> None:
     salts = CacheSalts({"alice": "sk-1", "bob": "sk-2"})
     again = CacheSalts({"bob": "sk-2", "carol": "sk-3", "alice": "sk-1"})
     assert salts.derive("alice") == again.derive("alice") == "459d157f91134eeeb14fbc7ce40ef51e"
@@ -22,12 +22,12 @@ def test_a_clients_salt_is_the_same_in_every_process_and_no_two_are_equal() -> N
     assert len(set(different)) == len(different)
 
 
-def test_who_does_not_have_the_key_does_not_know_the_salt() -> None:
+def test_the_salt_depends_on_the_key() -> None:
     assert CacheSalts({"alice": "sk-1"}).derive("alice") != CacheSalts({"alice": "sk-2"}).derive("alice")
 
 
-class TestInstancesThatTakeNone:
-    """With ``--cache-salt-per-key``, of an instance that is not known to take salts the log says so."""
+class TestInstancesWithoutSalts:
+    """With ``--cache-salt-per-key``, each instance that may not support salts is logged."""
 
     @pytest.fixture
     def router(self, make_router: MakeRouter, tmp_path: Path) -> RouterUnderTest:
@@ -48,7 +48,7 @@ class TestInstancesThatTakeNone:
             ({"engine": "vllm", "cache_salt": False}, "its registration says so"),
         ],
     )
-    def test_one_that_is_not_known_to_take_salts_is_told_once(
+    def test_an_instance_that_may_not_support_salts_is_logged_once(
         self,
         router: RouterUnderTest,
         stand_in: MakeStandIn,
@@ -59,53 +59,53 @@ class TestInstancesThatTakeNone:
         instance = stand_in()
         for _ in range(3):
             instance.register(router.url, **fields)
-        (told,) = told_of_salts(caplog)
+        (warning,) = list_warnings(caplog)
         start = (
             f"--cache-salt-per-key may have no effect at mixed instance {instance.key}, so clients may share its cache"
         )
-        assert told.startswith(f"{start}: {why}. ")
+        assert warning.startswith(f"{start}: {why}. ")
 
     @pytest.mark.parametrize(
         "fields", [{"cache_salt": True}, {"engine": "vllm"}, {"engine": "sglang", "cache_salt": 1}]
     )
-    def test_one_that_takes_them_is_not(
+    def test_an_instance_that_supports_salts_is_not_logged(
         self, router: RouterUnderTest, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
     ) -> None:
         stand_in().register(router.url, **fields)
-        assert told_of_salts(caplog) == []
+        assert list_warnings(caplog) == []
 
-    def test_one_that_takes_the_place_of_another_is_told(
+    def test_a_registration_that_replaces_another_is_logged(
         self, router: RouterUnderTest, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
     ) -> None:
         instance = stand_in()
         instance.register(router.url, cache_salt=True)
         instance.register(router.url)
-        assert len(told_of_salts(caplog)) == 1
+        assert len(list_warnings(caplog)) == 1
 
-    def test_one_of_the_register_file_is_told_at_the_start(
+    def test_an_instance_of_the_register_file_is_logged_at_the_start(
         self, make_router: MakeRouter, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "keys").write_text("alice: sk-1\n")
         listed = tmp_path / "register.yaml"
         listed.write_text("instances: [{role: mixed, host_ip: 127.0.0.1, port: 1}]\n")
         make_router(api_keys_file=str(tmp_path / "keys"), cache_salt_per_key=True, register_path=str(listed))
-        assert len(told_of_salts(caplog)) == 1
+        assert len(list_warnings(caplog)) == 1
 
-    def test_of_several_processes_one_tells(
+    def test_only_one_of_several_processes_logs_it(
         self, make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         (tmp_path / "keys").write_text("alice: sk-1\n")
         instance = stand_in()
         make_router(instance, api_keys_file=str(tmp_path / "keys"), cache_salt_per_key=True, workers=2)
-        assert len(told_of_salts(caplog)) == 1
+        assert len(list_warnings(caplog)) == 1
 
-    def test_without_salts_nobody_is(
+    def test_without_salts_no_instance_is_logged(
         self, make_router: MakeRouter, stand_in: MakeStandIn, caplog: pytest.LogCaptureFixture
     ) -> None:
         make_router(stand_in())
-        assert told_of_salts(caplog) == []
+        assert list_warnings(caplog) == []
 
 
-def told_of_salts(caplog: pytest.LogCaptureFixture) -> list[str]:
+def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [text for text in warnings if "--cache-salt-per-key" in text]

@@ -1,4 +1,4 @@
-"""WaitingLine: higher priorities first, clients of one priority in turn, and nobody for ever."""
+"""WaitingLine: higher priorities are first, clients of one priority take turns, and no request waits endlessly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def take_all(line: WaitingLine[str]) -> list[str]:
     return taken
 
 
-def test_higher_priorities_come_first_and_clients_of_one_take_turns() -> None:
+def test_higher_priorities_are_first_and_clients_of_one_take_turns() -> None:
     line: WaitingLine[str] = WaitingLine()
     for priority, client, turn in ((0, "a", "a1"), (0, "a", "a2"), (5, "b", "b1"), (0, "c", "c1"), (-5, "d", "d1")):
         line.join_line(priority, client, turn)
@@ -28,7 +28,7 @@ def test_higher_priorities_come_first_and_clients_of_one_take_turns() -> None:
     assert line.waiting == 0
 
 
-def test_a_client_that_may_not_enter_keeps_no_lower_priority_out() -> None:
+def test_a_client_that_cannot_be_admitted_does_not_block_lower_priorities() -> None:
     line: WaitingLine[str] = WaitingLine()
     line.join_line(1, "full", "f1")
     line.join_line(0, "a", "a1")
@@ -39,7 +39,7 @@ def test_a_client_that_may_not_enter_keeps_no_lower_priority_out() -> None:
     assert line.take_next(lambda client: client != "full") is None
 
 
-def test_a_low_priority_is_passed_over_so_many_times_and_no_more() -> None:
+def test_a_low_priority_is_passed_over_a_limited_number_of_times() -> None:
     line: WaitingLine[str] = WaitingLine()
     line.join_line(0, "low", "low")
     for number in range(100):
@@ -47,7 +47,7 @@ def test_a_low_priority_is_passed_over_so_many_times_and_no_more() -> None:
     assert take_all(line).index("low") == MAX_PASSED_OVER
 
 
-def test_a_full_lines_lowest_priority_gives_way_to_a_higher_one() -> None:
+def test_in_a_full_line_a_higher_priority_replaces_the_lowest() -> None:
     line: WaitingLine[str] = WaitingLine()
     for priority, client, turn in ((0, "a", "a1"), (0, "b", "b1"), (0, "b", "b2"), (3, "c", "c1"), (3, "c", "c2")):
         line.join_line(priority, client, turn)
@@ -69,7 +69,7 @@ def test_every_waiter_is_served_within_a_bound(
         line.join_line(priority, client, number)
     waiter = len(before)
     line.join_line(low, "waiter", waiter)
-    # Its priority's turns are shared with the clients before it, once each; others of them only line up behind it.
+    # Each earlier client of its priority has one turn before it; all later requests are after it.
     clients_before = {client for priority, client in before if priority == low}
     priorities = {low, *(priority for priority, _ in before), *(each for some in meanwhile for each in some)}
     bound = (MAX_PASSED_OVER + len(priorities)) * (len(clients_before) + 1)

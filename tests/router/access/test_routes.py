@@ -1,4 +1,4 @@
-"""The table of routes is what the router does: each path, each method, each way to write it, and each who asks."""
+"""The router behaves as its table of routes says, for each path, method, spelling and kind of client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILES = {
     "register_token_file": "t0ken\n",
 }
 
-# Who may ask, where there are keys and both tokens; and where there is an admin token alone.
+# The allowed roles, with keys and both tokens, and with only an admin token.
 WITH_KEYS = {
     Access.OPEN: EVERYBODY,
     Access.CLIENT: CLIENTS,
@@ -55,7 +55,7 @@ WITH_ADMIN_ALONE = {
     Access.ADMIN: {"admin"},
 }
 
-# Endpoints by which the servers of FastDeploy 2.6, vLLM 0.33 and SGLang 0.5 are controlled or looked into.
+# Endpoints that control or inspect the servers of FastDeploy 2.6, vLLM 0.33 and SGLang 0.5.
 CONTROL = (
     *("/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/sleep", "/v1/wakeup", "/v1/update_weights"),
     *("/update_model_weight", "/clear_load_weight", "/rearrange_experts", "/get_per_expert_tokens_stats"),
@@ -89,8 +89,8 @@ WITH_BODIES = sorted(
 )
 
 
-class Who(NamedTuple):
-    """The router, an instance behind it, and who may ask for what."""
+class System(NamedTuple):
+    """The router, an instance, and the allowed roles."""
 
     router: RouterUnderTest
     connection: http.client.HTTPConnection
@@ -98,7 +98,7 @@ class Who(NamedTuple):
     allowed: dict[Access, set[str]]
 
     def ask(self, method: str, target: str, role: str, body: bytes = b"{}") -> int:
-        """The status of a request with a target that is sent as it is."""
+        """Send a request with an unchanged target, and return the status."""
         connection = self.connection
         connection.putrequest(method, target)
         if SECRETS[role]:
@@ -111,9 +111,9 @@ class Who(NamedTuple):
 
 
 @pytest.fixture(params=["keys and tokens", "an admin token alone"])
-def who(
+def system(
     request: pytest.FixtureRequest, make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
-) -> Iterator[Who]:
+) -> Iterator[System]:
     has_keys = request.param == "keys and tokens"
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -122,19 +122,19 @@ def who(
     headers = {"authorization": f"Bearer {SECRETS['instance' if has_keys else 'admin']}"}
     assert router.client.post("/register", json=instance.registration(), headers=headers).status_code == 200
     connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=20)
-    yield Who(router, connection, instance, WITH_KEYS if has_keys else WITH_ADMIN_ALONE)
+    yield System(router, connection, instance, WITH_KEYS if has_keys else WITH_ADMIN_ALONE)
     connection.close()
 
 
 def example(route: Route) -> str:
-    """A path that the route is for."""
+    """Return a path that matches the route."""
     return (
         route.path.replace("{response_id}", "resp_a").replace("{model_id:path}", "m").replace("{request_id:path}", "r")
     )
 
 
 def spellings(path: str) -> Iterator[str]:
-    """Targets that some server between a client and an engine may take for ``path``."""
+    """Yield targets that a server between a client and an engine may treat as ``path``."""
     last = path.rpartition("/")[2]
     coded = "".join(f"%{ord(each):02x}" for each in last)
     for name in (
@@ -171,52 +171,54 @@ def spellings(path: str) -> Iterator[str]:
     yield from (f"/v1/responses/a%3F{path}", f"/v1/responses/a;{path}", f"/v1/models/..{path}", f"/health/..{path}")
 
 
-def test_who_asks_for_a_path_is_answered_as_the_table_says(who: Who) -> None:
-    """Every path, every method, everyone who may ask; what an instance gets is what the table forwards."""
+def test_each_path_is_answered_as_the_table_says(system: System) -> None:
+    """For each path, method and role, the status is right, and instances get only requests that the table forwards."""
     for route in ROUTES:
         for method in METHODS:
             for role in SECRETS:
-                who.instance.received.clear()
-                status = who.ask(method, example(route), role)
+                system.instance.received.clear()
+                status = system.ask(method, example(route), role)
                 where = f"{role}: {method} {route.path} was answered with {status}"
-                if role not in who.allowed[route.access]:
+                if role not in system.allowed[route.access]:
                     assert status == 401, where
                 elif not route.takes(method):
                     assert status == 405, where
                 else:
                     assert status not in (401, 405), where
-                reached = [each.target for each in who.instance.received]
+                reached = [each.target for each in system.instance.received]
                 is_answered_there = route.is_forwarded and status == 200
-                if route.path != "/admin/clear_prefix_cache":  # by which the router asks the engines itself
+                if (
+                    route.path != "/admin/clear_prefix_cache"
+                ):  # for this path, the router itself sends requests to the engines
                     assert reached == ([example(route)] if is_answered_there else []), where
                 if status in (401, 405):
                     assert reached == [], where
 
 
-def test_nobody_reaches_an_engines_control_endpoints(who: Who) -> None:
+def test_no_request_reaches_an_engines_control_endpoints(system: System) -> None:
     spelt = [("client", target) for path in CONTROL for target in (path, *spellings(path))]
     for role, target in [*spelt, *(("admin", path) for path in CONTROL)]:
         for method in ("GET", "POST"):
-            status = who.ask(method, target, role)
+            status = system.ask(method, target, role)
             assert status in (400, 401, 404, 405), f"{role}: {method} {target} was answered with {status}"
-    assert [each.target for each in who.instance.received] == []
-    assert who.instance.aborted == []
+    assert [each.target for each in system.instance.received] == []
+    assert system.instance.aborted == []
 
 
-def test_a_listed_path_in_another_spelling_is_taken_for_it_or_not_at_all(who: Who) -> None:
+def test_another_spelling_of_a_path_is_treated_as_the_path_or_refused(system: System) -> None:
     for route in ROUTES:
         if not route.is_forwarded or "{" in route.path:
             continue
         for target in spellings(route.path):
-            who.ask("POST", target, "client")
-    for each in who.instance.received:
+            system.ask("POST", target, "client")
+    for each in system.instance.received:
         path = urllib.parse.unquote(each.target.partition("?")[0])  # as an engine reads it
         found = find_route(path)
         assert found is not None, each.target
         assert found.is_forwarded, each.target
 
 
-def test_the_table_has_each_path_of_the_control_plane_and_no_other(make_router: MakeRouter) -> None:
+def test_the_table_has_exactly_the_paths_of_the_control_plane(make_router: MakeRouter) -> None:
     handled: dict[str, set[str]] = {}
     for route in make_router().app.control.routes:
         assert isinstance(route, APIRoute | StarletteRoute), f"{route} is of a kind that the table does not know"
@@ -225,7 +227,7 @@ def test_the_table_has_each_path_of_the_control_plane_and_no_other(make_router: 
     assert handled == listed, "router/access/routes.py must have every path of router/app.py, with its methods"
 
 
-def test_a_handler_whose_path_is_not_listed_is_not_reached(make_router: MakeRouter) -> None:
+def test_a_handler_with_a_path_that_is_not_listed_is_not_called(make_router: MakeRouter) -> None:
     router = make_router()
 
     @router.app.control.get("/admin/unlisted")
@@ -243,9 +245,9 @@ def test_a_path_is_listed_once() -> None:
     assert [find_route(example(route)) for route in ROUTES] == list(ROUTES)
 
 
-def test_a_body_of_the_control_plane_is_bounded(who: Who) -> None:
-    """By its announced length, before any of it is sent; and while it is read."""
-    connection = http.client.HTTPConnection("127.0.0.1", who.router.port, timeout=20)
+def test_the_body_of_a_request_to_the_control_plane_is_bounded(system: System) -> None:
+    """The limit applies to the announced length before the body is sent, and to the body while it is read."""
+    connection = http.client.HTTPConnection("127.0.0.1", system.router.port, timeout=20)
     announced = (("Content-Length", str(CONTROL_BYTES + 1)), b"")
     chunks = b"".join(b"8000\r\n%b\r\n" % (b" " * 0x8000) for _ in range(33))
     ways = (announced, (("Transfer-Encoding", "chunked"), chunks))
@@ -259,11 +261,11 @@ def test_a_body_of_the_control_plane_is_bounded(who: Who) -> None:
         connection.close()
 
 
-def test_who_may_not_ask_is_refused_before_the_body_is_sent(who: Who) -> None:
+def test_a_request_without_access_is_refused_before_the_body_is_sent(system: System) -> None:
     for route in ROUTES:
-        if "POST" not in route.methods or route.is_forwarded or "stranger" in who.allowed[route.access]:
+        if "POST" not in route.methods or route.is_forwarded or "stranger" in system.allowed[route.access]:
             continue
-        connection = http.client.HTTPConnection("127.0.0.1", who.router.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", system.router.port, timeout=20)
         connection.putrequest("POST", route.path)
         connection.putheader("Content-Length", "60000000")
         connection.endheaders()

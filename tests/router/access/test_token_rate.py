@@ -1,4 +1,4 @@
-"""TokenRates: over time nobody uses more tokens than its rate, whatever its requests are."""
+"""TokenRates: no client uses more tokens than its rate over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_a_request_may_begin_while_something_is_left_and_then_waits_for_more() -> None:
+def test_a_request_can_begin_while_tokens_are_left_and_the_next_waits_for_more() -> None:
     clock = Clock()
     rates = TokenRates(100, {}, clock)
     rates.charge_tokens("a", 100 * BURST_SECONDS - 1)
@@ -28,7 +28,7 @@ def test_a_request_may_begin_while_something_is_left_and_then_waits_for_more() -
     assert rates.seconds_to_wait("a") == 0
 
 
-def test_what_was_not_used_is_given_back_up_to_a_full_bucket() -> None:
+def test_unused_tokens_are_returned_up_to_a_full_bucket() -> None:
     rates = TokenRates(100, {}, Clock())
     rates.charge_tokens("a", 2000)
     rates.charge_tokens("a", -1500)
@@ -38,7 +38,7 @@ def test_what_was_not_used_is_given_back_up_to_a_full_bucket() -> None:
     assert rates.seconds_to_wait("a") > 0
 
 
-def test_a_clients_own_rate_comes_before_the_common_one() -> None:
+def test_a_clients_own_rate_replaces_the_common_rate() -> None:
     rates = TokenRates(100, {"vip": 0.0, "slow": 1.0}, Clock())
     for client in ("vip", "slow"):
         rates.charge_tokens(client, 21)
@@ -57,5 +57,5 @@ def test_no_more_than_the_rate_is_used_over_time(requests: list[tuple[float, int
         if not rates.seconds_to_wait("a"):
             used += tokens
             rates.charge_tokens("a", tokens)
-    # What may be too much is the first burst, and the last request.
+    # The first burst and the last request can exceed the rate.
     assert used <= rate * (BURST_SECONDS + clock.now) + 3000

@@ -300,9 +300,7 @@ def test_models_are_requested_again_after_an_interval(
     wait_until(lambda: list_models(router) == [["lora", "m"]], "the adapter")
 
 
-def test_the_models_of_an_instance_that_returns_are_requested_first(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_an_instance_that_returns_is_asked_for_its_models_first(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     first, second = start_mixed(stand_in, ("a",), ("b",))
     router = make_router(first, second, **FREQUENT_PROBES)
     second.stop()

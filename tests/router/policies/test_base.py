@@ -1,4 +1,4 @@
-"""Every policy: plain data in, one of the candidates and its reasons out, in few calls."""
+"""All policies choose one of the candidates and give reasons, with few calls."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _candidates = st.lists(
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(candidates=_candidates)
-def test_every_policy_chooses_a_candidate_and_says_why(name: str, candidates: list[InstanceLoad]) -> None:
+def test_every_policy_chooses_a_candidate_and_gives_reasons(name: str, candidates: list[InstanceLoad]) -> None:
     decision = POLICIES[name]().choose_instance(REQUEST, candidates)
     assert decision.key in {candidate.key for candidate in candidates}
     assert decision.reasons["policy"] == name
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_spreads_equal_candidates(name: str) -> None:
+def test_every_policy_spreads_requests_over_equal_candidates(name: str) -> None:
     policy = POLICIES[name]()
     candidates = [InstanceLoad("a"), InstanceLoad("b"), InstanceLoad("c")]
     chosen = Counter(policy.choose_instance(REQUEST, candidates).key for _ in range(300))
@@ -42,9 +42,9 @@ def test_every_policy_spreads_equal_candidates(name: str) -> None:
     )
 
 
-# cache_aware asks for the loads by a method, because those of remote_cache_aware are others.
+# cache_aware has a method for the loads, because remote_cache_aware uses other loads.
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_choice_takes_few_calls_however_many_candidates_there_are(name: str) -> None:
+def test_a_choice_takes_few_calls_for_any_number_of_candidates(name: str) -> None:
     policy = POLICIES[name]()
     candidates = [InstanceLoad(str(number)) for number in range(8)]
     request = RequestFeatures(100)
@@ -55,14 +55,14 @@ def test_a_choice_takes_few_calls_however_many_candidates_there_are(name: str) -
     )
 
 
-def test_equals_take_turns_and_the_least_always_wins() -> None:
+def test_equal_candidates_take_turns_and_the_least_is_always_chosen() -> None:
     turns, candidates = Turns(), [InstanceLoad(key) for key in "abc"]
     assert [turns.take_least(candidates, [1, 0, 0]).key for _ in range(6)] == ["b", "b", "c"] * 2
     assert [turns.take_least(candidates, [0, 1, 1]).key for _ in range(3)] == ["a"] * 3
     assert [turns.take_next(candidates).key for _ in range(4)] == ["a", "b", "c", "a"]
 
 
-def test_a_prefix_is_hashed_once_and_only_if_a_policy_asks() -> None:
+def test_a_prefix_is_hashed_once_and_only_if_a_policy_needs_it() -> None:
     hashed: list[int] = []
 
     def hash_prefix() -> list[int]:
@@ -76,7 +76,7 @@ def test_a_prefix_is_hashed_once_and_only_if_a_policy_asks() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_sibling_is_of_the_same_kind_and_takes_turns_of_its_own(name: str) -> None:
+def test_a_sibling_has_the_same_type_and_its_own_turns(name: str) -> None:
     policy = POLICIES[name]()
     sibling = policy.make_sibling()
     assert type(sibling) is type(policy)
@@ -84,8 +84,8 @@ def test_a_sibling_is_of_the_same_kind_and_takes_turns_of_its_own(name: str) -> 
     assert sibling.choose_instance(REQUEST, [InstanceLoad("b")]).key == "b"
 
 
-def test_a_policy_written_by_the_contributors_guide_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guide's class, with the imports of a policy in this project, as its reader would add it."""
+def test_the_policy_of_the_contributors_guide_passes_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class in the guide passes the tests of policies with the usual imports."""
     guide = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
     [written] = re.findall(r"^   ```python\n(.*?)^   ```$", guide, re.MULTILINE | re.DOTALL)
     module: dict[str, Any] = {}
@@ -96,6 +96,6 @@ def test_a_policy_written_by_the_contributors_guide_keeps_the_contract(monkeypat
     )
     exec(imports + textwrap.dedent(written), module)
     monkeypatch.setitem(POLICIES, "least_queued", module["LeastQueued"])
-    test_every_policy_spreads_equal_candidates("least_queued")
-    test_a_choice_takes_few_calls_however_many_candidates_there_are("least_queued")
-    test_a_sibling_is_of_the_same_kind_and_takes_turns_of_its_own("least_queued")
+    test_every_policy_spreads_requests_over_equal_candidates("least_queued")
+    test_a_choice_takes_few_calls_for_any_number_of_candidates("least_queued")
+    test_a_sibling_has_the_same_type_and_its_own_turns("least_queued")

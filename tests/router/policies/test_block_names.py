@@ -1,5 +1,4 @@
-"""Names of blocks, as RFC 1403 of Mooncake and Dynamo (``lib/kv-router/src/protocols.rs``, ``lib/kv-hashing``) make
-them."""
+"""Names of blocks as in RFC 1403 of Mooncake and in Dynamo (``lib/kv-router/src/protocols.rs``, ``lib/kv-hashing``)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ def xxh3(data: bytes, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(data, seed)
 
 
-def test_a_content_is_the_hash_of_a_whole_blocks_tokens() -> None:
+def test_a_content_is_the_hash_of_the_tokens_of_a_complete_block() -> None:
     tokens = pack_tokens([1, 2, 3, 4, 5])
     assert list(hash_contents(tokens, 2, 1337)) == [
         xxh3(b"\1\0\0\0\2\0\0\0", 1337),
@@ -32,7 +31,7 @@ def test_the_first_name_is_its_content_and_the_next_ones_are_chained() -> None:
     ]
 
 
-def test_equal_blocks_behind_other_prefixes_have_other_names() -> None:
+def test_equal_blocks_after_different_prefixes_have_different_names() -> None:
     first, second = (list(iterate_names(pack_tokens(tokens), 2, 1337)) for tokens in ([1, 2, 9, 9], [3, 4, 9, 9]))
     assert first[1] != second[1]
 
@@ -46,8 +45,8 @@ def test_equal_blocks_behind_other_prefixes_have_other_names() -> None:
         ("a", "b", 1337 + xxh3(b"a", 0) + xxh3(b"b", 1)),
     ],
 )
-def test_a_seed_is_dynamos(lora_name: str, cache_salt: str, seed: int) -> None:
-    """``compute_salt_hash``: a wrapping sum."""
+def test_a_seed_is_the_same_as_in_dynamo(lora_name: str, cache_salt: str, seed: int) -> None:
+    """The seed is a wrapping sum, as in ``compute_salt_hash``."""
     assert seed_of(lora_name, cache_salt) == seed % 2**64
 
 

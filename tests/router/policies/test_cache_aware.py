@@ -1,4 +1,4 @@
-"""cache_aware: caches first, unless loads differ too much."""
+"""cache_aware: it prefers caches, unless loads differ too much."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def prompt(*chunks: int, tokens: int = 0) -> RequestFeatures:
     return RequestFeatures(tokens or 100 * len(chunks), lambda: chunks, tokens_per_chunk=100)
 
 
-def test_cache_aware_goes_where_the_prefix_is() -> None:
+def test_cache_aware_chooses_the_instance_with_the_prefix() -> None:
     policy, candidates = CacheAware(), instances(4)
     first = policy.choose_instance(prompt(1, 2, 3), candidates)
     second = policy.choose_instance(prompt(1, 2, 3, 4), candidates)
@@ -22,7 +22,7 @@ def test_cache_aware_goes_where_the_prefix_is() -> None:
     assert (second.cached_tokens, second.work) == (300, 100)
 
 
-def test_cache_aware_goes_by_tokens_when_loads_differ_too_much() -> None:
+def test_cache_aware_chooses_by_tokens_if_loads_differ_too_much() -> None:
     policy, candidates = CacheAware(), instances(2)
     first = policy.choose_instance(prompt(1, 2, 3), candidates).key
     for candidate in candidates:
@@ -37,7 +37,7 @@ def test_cache_aware_forgets_a_restarted_instance() -> None:
     assert policy.choose_instance(prompt(1, 2), candidates).cached_tokens == 0
 
 
-def test_the_remote_kind_takes_the_instances_own_account_where_it_is_higher() -> None:
+def test_remote_cache_aware_uses_the_reported_load_if_it_is_higher() -> None:
     policy = RemoteCacheAware()
     idle, busy = InstanceLoad("idle", requests=3), InstanceLoad("busy", requests=1, tokens=10, running=5, waiting=4)
     decision = policy.choose_instance(prompt(1), [busy, idle])
@@ -50,7 +50,7 @@ def test_equals_take_turns() -> None:
     assert chosen == [candidate.key for candidate in instances(3)] * 2
 
 
-def test_an_instance_that_reports_nothing_has_the_load_that_the_router_counts() -> None:
+def test_an_instance_without_a_reported_load_has_the_load_that_the_router_counts() -> None:
     loads = [InstanceLoad("a:1", requests=0), InstanceLoad("b:1", requests=0, running=0, waiting=1)]
     assert RemoteCacheAware()._measure_loads(loads) == [0, 1]
     assert RemoteCacheAware()._measure_loads([InstanceLoad("a:1", requests=1, running=0, waiting=0)]) == [1]

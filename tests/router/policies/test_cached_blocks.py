@@ -1,4 +1,4 @@
-"""What an instance's KV events say of its cache. The instance is a model: text is its tokens, a cache its blocks."""
+"""The cache of an instance according to its KV events. The instance is simulated: its tokens are parts of the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.policies.pool_aware import PoolAware
 
 SIZE = 64
 CHARACTERS_PER_TOKEN = 3  # the router assumes 4
-# Where two texts part, or a cached one ends, is known up to a chunk of text and a block.
+# The place where two texts diverge or a cached one ends is known up to a chunk of text and a block.
 TOLERANCE = 512 / CHARACTERS_PER_TOKEN + SIZE
 
 
@@ -27,14 +27,14 @@ class Clock:
 
 
 class ModelInstance:
-    """An instance that caches whole blocks, evicts the least recently used one, and reports all of it."""
+    """An instance that caches complete blocks, evicts the least recently used one, and reports events."""
 
     def __init__(self, cache: CachedBlocks, capacity: int) -> None:
         self.cache, self.capacity = cache, capacity
         self.blocks: OrderedDict[int, int] = OrderedDict()
 
     def serve(self, prompt: str, answer: str) -> tuple[int, int]:
-        """Return the number of tokens of the prompt, and how many were cached."""
+        """Return the number of tokens of the prompt, and the number of cached ones."""
         count = len(prompt) // CHARACTERS_PER_TOKEN
         hashes = self._hash(prompt + answer)
         whole = count // SIZE
@@ -50,7 +50,7 @@ class ModelInstance:
                 parent = hashes.index(new[0]) - 1
                 self.cache.store_blocks(new, hashes[parent] if parent >= 0 else None, SIZE)
             self.blocks |= {hashes[place]: place for place in stored}
-        for each in reversed(hashes):  # the end of a sequence is evicted before its beginning
+        for each in reversed(hashes):  # the end of a sequence is evicted before its start
             self.blocks.move_to_end(each)
         removed = [self.blocks.popitem(last=False)[0] for _ in range(max(0, len(self.blocks) - self.capacity))]
         self.cache.remove_blocks(removed)
@@ -75,7 +75,7 @@ class Placed:
         self.instance = ModelInstance(self.cache, capacity)
 
     def ask(self, prompt: str, answer: str) -> tuple[str, float, int]:
-        """Return how well the cache is known, the cached tokens that are expected, and those that there were."""
+        """Return the state of the known cache, and the numbers of expected and of actual cached tokens."""
         self.clock.now += 1
         features = self.features(prompt)
         decision = self.policy.choose_instance(features, [InstanceLoad("a")])
@@ -95,7 +95,7 @@ def words(chance: random.Random, count: int) -> str:
     return "".join(f"{chance.randrange(10**7):07d} " for _ in range(count))
 
 
-def test_the_next_turn_is_expected_to_find_the_last_turn_and_its_answer() -> None:
+def test_the_next_turn_is_expected_to_hit_the_last_turn_and_its_response() -> None:
     chance, placed = random.Random(1), Placed(capacity=10_000)
     prompt = words(chance, 500)
     for turn in range(5):
@@ -105,7 +105,7 @@ def test_the_next_turn_is_expected_to_find_the_last_turn_and_its_answer() -> Non
         prompt += answer + words(chance, 30)
 
 
-def test_what_was_evicted_is_not_expected() -> None:
+def test_evicted_blocks_are_not_expected() -> None:
     chance, placed = random.Random(2), Placed(capacity=100)
     first = words(chance, 700)
     placed.ask(first, "")
@@ -115,7 +115,7 @@ def test_what_was_evicted_is_not_expected() -> None:
     assert abs(expected - cached) <= TOLERANCE
 
 
-def test_after_a_clear_nothing_is_expected() -> None:
+def test_no_blocks_are_expected_after_a_clear() -> None:
     chance, placed = random.Random(3), Placed(capacity=1000)
     prompt = words(chance, 500)
     placed.ask(prompt, "")
@@ -126,7 +126,7 @@ def test_after_a_clear_nothing_is_expected() -> None:
     assert (known, expected) == ("exact", cached)
 
 
-def test_a_prompt_that_parts_from_a_conversation_is_not_expected_to_find_its_answer() -> None:
+def test_a_prompt_that_diverges_from_a_conversation_is_not_expected_to_hit_its_response() -> None:
     chance, placed = random.Random(4), Placed(capacity=1000)
     prompt, answer = words(chance, 500), words(chance, 200)
     placed.ask(prompt, answer)
@@ -135,22 +135,22 @@ def test_a_prompt_that_parts_from_a_conversation_is_not_expected_to_find_its_ans
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_known_exactly_is_right_whatever_was_asked_and_evicted(seed: int) -> None:
+def test_an_exact_expectation_is_right_after_any_requests_and_evictions(seed: int) -> None:
     chance = random.Random(seed)
     placed = Placed(capacity=chance.choice((50, 150, 400, 5000)))
     conversations = [words(chance, chance.randrange(70, 400)) for _ in range(8)]
     wrong = []
     for _ in range(60):
-        which = chance.randrange(len(conversations))
+        number = chance.randrange(len(conversations))
         answer = words(chance, chance.randrange(0, 80))
-        known, expected, cached = placed.ask(conversations[which], answer)
+        known, expected, cached = placed.ask(conversations[number], answer)
         if known == "exact" and abs(expected - cached) > TOLERANCE:
             wrong.append((expected, cached))
         if chance.random() < 0.1:
             placed.instance.clear()
             placed.policy.empty_cache("a")
         if chance.random() < 0.8:
-            conversations[which] += answer + words(chance, chance.randrange(1, 40))
+            conversations[number] += answer + words(chance, chance.randrange(1, 40))
         assert set(placed.instance.blocks) == set(placed.cache)
     assert not wrong
 
@@ -159,7 +159,7 @@ def prompt_of(chunks: Sequence[int], tokens: int, *, sent_at: float = 0.0, cache
     return PlacedPrompt(chunks, 100.0, b"", tokens, cached, tokens, sent_at, sent_at + 1)
 
 
-def test_a_prompt_is_associated_with_none_of_two_chains_that_fit() -> None:
+def test_a_prompt_is_not_associated_if_two_chains_fit() -> None:
     clock, dropped = Clock(), list[int]()
     cache = CachedBlocks(dropped.extend, clock)
     cache.store_blocks([1, 2], None, 100)
@@ -170,7 +170,7 @@ def test_a_prompt_is_associated_with_none_of_two_chains_that_fit() -> None:
     assert not cache.has_chunk(11)
 
 
-def test_a_chain_does_not_fit_because_the_others_that_fit_were_evicted() -> None:
+def test_a_prompt_is_not_associated_after_an_eviction_of_other_chains_that_fit() -> None:
     clock = Clock()
     cache = CachedBlocks(lambda _: None, clock)
     prompt = prompt_of([11, 12], 200, sent_at=clock.now)
@@ -198,10 +198,10 @@ def test_a_chain_that_belongs_to_one_prompt_does_not_fit_another() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 100])
-def test_a_prompt_is_found_in_an_event_that_has_its_response_too(size: int) -> None:
+def test_a_prompt_is_found_in_an_event_that_also_has_its_response(size: int) -> None:
     clock = Clock()
     cache = CachedBlocks(lambda _: None, clock)
-    for first in (0, 1000):  # the first one has the same length, but was stored before
+    for first in (0, 1000):  # the first one has the same length, but is older
         clock.now += 10
         cache.store_blocks(range(first, first + 2), None, size)
         cache.store_blocks(range(first + 2, first + 7), first + 1, size)  # SGLang merges them
@@ -225,7 +225,7 @@ def test_a_part_of_a_block_does_not_change_the_size_of_blocks() -> None:
     assert cache.block_size == 2
 
 
-def test_a_block_that_is_cached_twice_is_there_until_both_copies_are_evicted() -> None:
+def test_a_block_with_two_copies_is_cached_until_both_are_evicted() -> None:
     dropped = list[int]()
     cache = CachedBlocks(dropped.extend)
     for _ in range(2):  # as vLLM does with the last block of a prompt of which all blocks are cached
@@ -249,7 +249,7 @@ def test_a_response_is_expected_up_to_the_block_after_which_two_continue() -> No
     assert cache.find_end(11, b"more") == (200, 100.0)
 
 
-def test_a_prompt_waits_for_events_that_come_late() -> None:
+def test_a_prompt_waits_for_late_events() -> None:
     clock = Clock()
     cache = CachedBlocks(lambda _: None, clock)
     cache.note_prompt(prompt_of([11, 12], 200, sent_at=clock.now - 1))
@@ -262,7 +262,7 @@ def test_a_prompt_waits_for_events_that_come_late() -> None:
     assert cache.is_settled
 
 
-def test_a_removed_block_takes_the_chunks_of_all_that_follow() -> None:
+def test_the_removal_of_a_block_removes_the_chunks_of_all_following_blocks() -> None:
     clock, dropped = Clock(), list[int]()
     cache = CachedBlocks(dropped.extend, clock)
     cache.store_blocks([1, 2, 3], None, 100)
@@ -282,7 +282,7 @@ def test_a_chunk_is_lost_with_its_block_and_with_each_block_before_it(seed: int)
         hashes = [hash(("block", prompt[: end + 1])) for end in range(len(prompt))]
         known = next((i for i, each in enumerate(hashes) if each not in stored), len(hashes))
         if chance.random() < 0.5:
-            first = min(known, chance.randrange(8))  # a request that ran at the same time stores blocks again
+            first = min(known, chance.randrange(8))  # a concurrent request stores blocks again
             cache.store_blocks(hashes[first:], hashes[first - 1] if first else None, 10)
             stored.update(hashes[first:])
             known = len(hashes)
@@ -316,7 +316,7 @@ def test_a_prompt_of_another_process_is_associated_by_its_last_block() -> None:
     assert cache.has_chunk(12)
 
 
-def test_nothing_is_left_of_blocks_that_are_gone() -> None:
+def test_removed_blocks_leave_no_data() -> None:
     chance, placed = random.Random(5), Placed(capacity=60)
     for _ in range(30):
         placed.ask(words(chance, 100), words(chance, 20))
@@ -330,7 +330,7 @@ def test_nothing_is_left_of_blocks_that_are_gone() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
+def test_contradictory_events_cause_no_error(seed: int) -> None:
     chance, clock = random.Random(seed), Clock()
     cache = CachedBlocks(lambda _: None, clock)
     if seed % 2:
@@ -353,10 +353,10 @@ def test_events_that_contradict_each_other_stop_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_prefix_is_found_by_its_tokens_as_far_as_its_blocks_are_there(seed: int) -> None:
+def test_a_prefix_is_found_by_its_tokens_up_to_its_last_cached_block(seed: int) -> None:
     chance = random.Random(seed)
     cache, stored = CachedBlocks(lambda _: None), dict[tuple[int, ...], int]()
-    naming = cache.name_blocks()  # events come before, between and after its steps
+    naming = cache.name_blocks()  # events arrive before, between and after its steps
     for step in range(200):
         if step == 50:
             next(naming, None)
@@ -383,7 +383,7 @@ def test_a_prefix_is_found_by_its_tokens_as_far_as_its_blocks_are_there(seed: in
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_blocks_have_names_if_others_in_their_event_were_cached_before(is_packed: bool) -> None:
+def test_blocks_have_names_if_other_blocks_of_their_event_were_cached_already(is_packed: bool) -> None:
     cache, tokens = CachedBlocks(lambda _: None), pack_tokens(list(range(12)))
     cache.store_blocks([1], None, 2, tokens[:8])
     cache.store_blocks([3], 2, 2, tokens[16:24])
@@ -396,7 +396,7 @@ def test_blocks_have_names_if_others_in_their_event_were_cached_before(is_packed
 @pytest.mark.parametrize("is_encoded", [False, True])
 def test_a_block_without_tokens_is_not_found_by_the_tokens_of_a_block_that_was_removed(*, is_encoded: bool) -> None:
     cache, tokens = CachedBlocks(lambda _: None), pack_tokens([1] * 12)
-    cache.store_blocks([1, 2], None, 4, (lambda: tokens) if is_encoded else tokens)  # they are those of three blocks
+    cache.store_blocks([1, 2], None, 4, (lambda: tokens) if is_encoded else tokens)  # these are tokens of three blocks
     cache.remove_blocks([2])
     cache.store_blocks([3, 4], 1, 4)
     list(cache.name_blocks())
@@ -419,7 +419,7 @@ def test_the_tokens_of_an_event_are_decoded_once() -> None:
 
 
 class CountedHash(bytes):
-    """A block hash that counts how often it is looked up or compared."""
+    """A block hash that counts its look-ups and comparisons."""
 
     num_used = 0
 
@@ -432,7 +432,7 @@ class CountedHash(bytes):
         return super().__hash__()
 
 
-def test_the_work_for_one_event_does_not_grow_with_the_length_of_a_prompt_that_many_others_share() -> None:
+def test_the_work_for_an_event_does_not_grow_with_the_length_of_a_common_prefix() -> None:
     CountedHash.num_used = 0
     cache = CachedBlocks(lambda _: None)
     trunk, others = ([CountedHash([kind, *divmod(place, 256)]) for place in range(4096)] for kind in (0, 1))
@@ -445,7 +445,7 @@ def test_the_work_for_one_event_does_not_grow_with_the_length_of_a_prompt_that_m
     assert len(cache) == 2 * len(trunk) - 1
 
 
-def test_an_event_may_remove_blocks_in_any_order() -> None:
+def test_an_event_can_remove_blocks_in_any_order() -> None:
     CountedHash.num_used = 0
     cache = CachedBlocks(lambda _: None)
     first, second = ([CountedHash([kind, *divmod(place, 256)]) for place in range(1000)] for kind in (0, 1))
@@ -456,7 +456,7 @@ def test_an_event_may_remove_blocks_in_any_order() -> None:
     assert CountedHash.num_used < 40 * len(first)
 
 
-def test_blocks_after_an_unknown_block_need_no_further_work_when_it_is_stored() -> None:
+def test_blocks_after_an_unknown_block_are_not_orphans_when_it_is_stored() -> None:
     cache = CachedBlocks(lambda _: None)
     cache.store_blocks([2], 1, 16)
     cache.store_blocks([1], None, 16)
@@ -464,12 +464,12 @@ def test_blocks_after_an_unknown_block_need_no_further_work_when_it_is_stored() 
     assert (list(cache), cache._orphans) == ([2, 1, 3], {})
 
 
-def test_chunks_of_an_exact_instance_that_belong_to_no_known_block_age() -> None:
+def test_chunks_of_an_exact_instance_without_a_known_block_expire() -> None:
     chance, placed = random.Random(6), Placed(capacity=10_000)
     known, unknown = words(chance, 300), words(chance, 300)
     placed.ask(known, "")
     placed.policy._kept_seconds = 60.0
-    longer = known + unknown  # no events come for what it adds, so it is not associated
+    longer = known + unknown  # there are no events for the added part, so it is not associated
     placed.policy.choose_instance(placed.features(longer), [InstanceLoad("a")])
     placed.policy.choose_instance(placed.features(unknown), [InstanceLoad("a")])
     expected = [len(longer) // 4, len(unknown) // 4]
@@ -480,7 +480,7 @@ def test_chunks_of_an_exact_instance_that_belong_to_no_known_block_age() -> None
 
 
 def own_tokens(placed: Placed, prompt: str) -> float:
-    """Return how many tokens of a prompt the policy expects in the instance's cache, without placing it."""
+    """Return the number of a prompt's tokens that the policy expects in the instance's cache."""
     features = placed.features(prompt)
-    held = placed.policy._index.look_up(features.chunks, placed.policy._kept_seconds)
-    return held.own.get("a", 0) * features.tokens_per_chunk
+    matches = placed.policy._index.look_up(features.chunks, placed.policy._kept_seconds)
+    return matches.own.get("a", 0) * features.tokens_per_chunk

@@ -1,4 +1,4 @@
-"""consistent_hash: a session goes to the same instance again and again."""
+"""consistent_hash: all requests of a session go to the same instance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def instances(count: int) -> list[InstanceLoad]:
     return [InstanceLoad(f"10.0.0.{i}:8000") for i in range(count)]
 
 
-def places(candidates: list[InstanceLoad]) -> dict[str, str]:
+def place_sessions(candidates: list[InstanceLoad]) -> dict[str, str]:
     policy = ConsistentHash()
     return {key: policy.choose_instance(RequestFeatures(100, key=key), candidates).key for key in KEYS}
 
@@ -30,17 +30,17 @@ def prompt(*chunks: int, tokens: int = 0) -> RequestFeatures:
 def test_an_instance_that_leaves_moves_only_its_own_sessions(count: int, gone: int) -> None:
     candidates = instances(count)
     left = candidates.pop(gone % count)
-    before, after = places([*candidates, left]), places(candidates)
+    before, after = place_sessions([*candidates, left]), place_sessions(candidates)
     assert {key for key in KEYS if before[key] != after[key]} == {key for key in KEYS if before[key] == left.key}
 
 
 def test_sessions_are_spread() -> None:
-    spread = Counter(places(instances(6)).values())
+    spread = Counter(place_sessions(instances(6)).values())
     assert len(spread) == 6
     assert max(spread.values()) < 2 * 300 / 6
 
 
-def test_one_hot_session_does_not_overload_its_instance() -> None:
+def test_a_session_with_many_requests_does_not_overload_its_instance() -> None:
     policy, candidates = ConsistentHash(), instances(4)
     for _ in range(100):
         chosen = policy.choose_instance(RequestFeatures(100, key="hot"), candidates).key
@@ -48,7 +48,7 @@ def test_one_hot_session_does_not_overload_its_instance() -> None:
     assert max(c.requests for c in candidates) <= 1.25 * 100 / 4 + 1
 
 
-def test_without_a_key_equal_beginnings_go_together() -> None:
+def test_prompts_without_a_key_and_with_the_same_start_go_to_one_instance() -> None:
     policy, candidates = ConsistentHash(), instances(8)
     turns = [policy.choose_instance(prompt(1, 2, 3, 4, *range(10, 10 + n)), candidates).key for n in range(20)]
     assert len(set(turns)) == 1

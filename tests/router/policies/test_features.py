@@ -1,4 +1,4 @@
-"""Prefixes: what begins alike hashes alike, and what must not be confused does not."""
+"""Prefixes: prompts with the same start have the same hashes, others have different hashes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ LONG = "A long prompt of which several chunks can be cut. " * 100
 
 
 @given(turn=_messages.filter(len), appended=_messages)
-def test_a_next_turn_shares_all_chunks_of_the_turn_before(turn: list[Any], appended: list[Any]) -> None:
+def test_the_next_turn_has_all_chunks_of_the_previous_turn(turn: list[Any], appended: list[Any]) -> None:
     first = chunk_hashes({"model": "m", "messages": turn})
     assert chunk_hashes({"model": "m", "messages": turn + appended})[: len(first)] == first
 
 
 @pytest.mark.parametrize("member", ["prompt", "prompt_token_ids"])
 @given(ids=st.lists(st.integers(0, 2**32 - 1), max_size=50), appended=st.lists(st.integers(0, 10)))
-def test_appended_token_ids_keep_all_chunks(member: str, ids: list[int], appended: list[int]) -> None:
+def test_appended_token_ids_change_no_earlier_chunk(member: str, ids: list[int], appended: list[int]) -> None:
     first = chunk_hashes({member: ids * 20})
     assert len(first) == len(ids) * 20 // TOKENS_PER_CHUNK
     assert chunk_hashes({member: ids * 20 + appended})[: len(first)] == first
 
 
 @pytest.mark.parametrize(("num_ids", "num_chunks"), [(-1, 0), (0, 1), (TOKENS_PER_CHUNK - 1, 1), (TOKENS_PER_CHUNK, 2)])
-def test_a_prompt_has_as_many_chunks_as_are_whole(num_ids: int, num_chunks: int) -> None:
+def test_a_prompt_has_only_complete_chunks(num_ids: int, num_chunks: int) -> None:
     assert len(chunk_hashes({"prompt_token_ids": [7] * (TOKENS_PER_CHUNK + num_ids)})) == num_chunks
 
 
 @pytest.mark.parametrize("number", [-1, 2**32, 0.5, None])
-def test_numbers_that_are_no_token_ids_are_a_prompt_as_any_other(number: float | None) -> None:
+def test_numbers_that_are_not_token_ids_are_hashed_like_other_prompts(number: float | None) -> None:
     first = chunk_hashes({"prompt": [1, number] * 400})
     assert len(first) > 1
     assert chunk_hashes({"prompt": [1, number] * 400 + [1]})[: len(first)] == first
@@ -45,7 +45,7 @@ def test_numbers_that_are_no_token_ids_are_a_prompt_as_any_other(number: float |
 
 
 @given(prompt=_text, appended=_text)
-def test_an_appended_text_keeps_all_chunks(prompt: str, appended: str) -> None:
+def test_appended_text_changes_no_earlier_chunk(prompt: str, appended: str) -> None:
     first = chunk_hashes({"prompt": prompt})
     assert chunk_hashes({"prompt": prompt + appended})[: len(first)] == first
 
@@ -60,17 +60,17 @@ def test_an_appended_text_keeps_all_chunks(prompt: str, appended: str) -> None:
         {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": LONG}]},
     ],
 )
-def test_what_gives_other_kv_shares_no_chunk(other: dict[str, Any]) -> None:
+def test_prompts_with_different_kv_share_no_chunk(other: dict[str, Any]) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
     assert not set(chunk_hashes(body)) & set(chunk_hashes(body | other))
 
 
-def test_what_is_not_part_of_the_prompt_changes_no_chunk() -> None:
+def test_members_that_are_not_part_of_the_prompt_change_no_chunk() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
     assert chunk_hashes(body) == chunk_hashes(body | {"temperature": 0.5, "stream": True, "user": "u"})
 
 
-def test_chunks_after_a_difference_differ_though_their_text_is_equal() -> None:
+def test_equal_text_after_a_difference_has_different_chunks() -> None:
     one, two = chunk_hashes({"prompt": "x" + LONG}), chunk_hashes({"prompt": "y" + LONG})
     assert not set(one) & set(two)
 
@@ -84,18 +84,18 @@ def test_chunks_after_a_difference_differ_though_their_text_is_equal() -> None:
         ),
     )
 )
-def test_no_body_is_too_odd(members: dict[str, Any]) -> None:
+def test_any_body_can_be_hashed(members: dict[str, Any]) -> None:
     assert isinstance(chunk_hashes(members), list)
 
 
-def test_a_body_nested_beyond_reason_has_no_chunks() -> None:
+def test_a_body_that_is_nested_too_deeply_has_no_chunks() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
     assert chunk_hashes({"messages": nested}) == []
 
 
-def test_a_prompt_is_hashed_only_when_asked_for() -> None:
+def test_a_prompt_is_hashed_only_when_its_chunks_are_read() -> None:
     members: dict[str, Any] = {"prompt": LONG}
     features = request_features(members, 1250)
     members["prompt"] = ""
@@ -123,7 +123,7 @@ def test_a_prompt_is_hashed_only_when_asked_for() -> None:
         ({"prompt_cache_key": ["k"]}, [], ""),
     ],
 )
-def test_a_session_is_named_before_a_user(
+def test_the_key_is_the_session_or_else_the_user(
     members: dict[str, Any], headers: list[tuple[bytes, bytes]], key: str
 ) -> None:
     features = request_features(members, 2, SessionHeaders().find_session(headers).id)
@@ -137,7 +137,7 @@ def test_a_short_prompt_takes_three_calls_and_no_hashing() -> None:
     assert "chunk_hashes" not in called
 
 
-def test_of_a_prompt_that_is_too_long_objects_are_clipped_by_their_values() -> None:
+def test_the_values_of_a_prompt_that_is_too_long_are_clipped() -> None:
     parts = {"messages": [{"role": "user", "content": "a" * 5_000_000}, {"role": "user", "content": "b"}], "n": 1}
     clipped = _clip_members(parts)
     assert clipped["messages"][0]["role"] == "user"
@@ -155,11 +155,11 @@ def test_of_a_prompt_that_is_too_long_objects_are_clipped_by_their_values() -> N
         ),
     )
 )
-def test_of_a_prompt_that_is_not_too_long_after_all_nothing_is_clipped(members: dict[str, Any]) -> None:
+def test_a_prompt_that_is_not_too_long_is_not_clipped(members: dict[str, Any]) -> None:
     assert _clip_members(members) == members
 
 
-def test_clipping_ends_where_values_are_nested_too_deeply() -> None:
+def test_clipping_ends_at_values_that_are_nested_too_deeply() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]

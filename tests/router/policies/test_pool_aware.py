@@ -1,4 +1,4 @@
-"""pool_aware: what it weighs, and what it learns."""
+"""pool_aware: its choice, and its learned parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def outcome(decision: Decision, cached: int | None, own: int | None = None, **mo
     return Outcome(decision.key, more.get("queued", 0.0), more.get("ttft"), 4000, cached, own)
 
 
-def test_a_next_turn_goes_where_its_prefix_is() -> None:
+def test_the_next_turn_goes_to_the_instance_with_its_prefix() -> None:
     policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcd"]
     first = policy.choose_instance(prompt(1, 2, 3), candidates)
     second = policy.choose_instance(prompt(1, 2, 3, 4), candidates)
@@ -27,7 +27,7 @@ def test_a_next_turn_goes_where_its_prefix_is() -> None:
     assert (second.work, second.cached_tokens) == (1000, 3000)
 
 
-def test_an_instance_too_busy_is_left_for_the_pool() -> None:
+def test_another_instance_loads_from_the_pool_if_the_one_with_the_prefix_is_too_busy() -> None:
     policy, candidates = PoolAware(), [InstanceLoad("a"), InstanceLoad("b")]
     first = policy.choose_instance(prompt(1, 2, 3), candidates).key
     next(c for c in candidates if c.key == first).queued = 100_000
@@ -39,13 +39,13 @@ def test_an_instance_too_busy_is_left_for_the_pool() -> None:
 
 
 @given(queues=st.lists(st.floats(0, 1e6), min_size=1, max_size=8))
-def test_with_nothing_cached_the_shortest_queue_is_taken(queues: list[float]) -> None:
+def test_the_shortest_queue_is_chosen_if_no_prefix_is_cached(queues: list[float]) -> None:
     decision = PoolAware().choose_instance(prompt(1, 2), [InstanceLoad(str(i), queued=q) for i, q in enumerate(queues)])
     assert decision.reasons["queued"] == min(queues)
     assert decision.work == 2000
 
 
-def test_a_prefix_that_all_share_does_not_send_everyone_to_one_instance() -> None:
+def test_requests_with_a_common_prefix_are_spread_over_all_instances() -> None:
     policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcd"]
     by_key = {candidate.key: candidate for candidate in candidates}
     for request in range(100):
@@ -54,10 +54,10 @@ def test_a_prefix_that_all_share_does_not_send_everyone_to_one_instance() -> Non
     assert max(c.queued for c in candidates) < 1.2 * min(c.queued for c in candidates)
 
 
-def test_candidates_that_cost_nearly_the_same_take_turns() -> None:
+def test_candidates_with_nearly_equal_costs_take_turns() -> None:
     policy = PoolAware()
     for request in range(200):
-        policy.choose_instance(prompt(1000 + request), [InstanceLoad("a")])  # works of 1000 tokens
+        policy.choose_instance(prompt(1000 + request), [InstanceLoad("a")])  # each has 1000 tokens of work
 
     def choose_from(other_queue: float) -> list[str]:
         loads = [InstanceLoad("a", queued=500.0), InstanceLoad("b", queued=other_queue)]
@@ -67,7 +67,7 @@ def test_candidates_that_cost_nearly_the_same_take_turns() -> None:
     assert choose_from(600.0) == ["a"] * 6
 
 
-def test_a_sessions_turns_and_its_childrens_use_the_same_one_of_equal_candidates() -> None:
+def test_all_requests_of_a_session_use_the_same_one_of_equal_candidates() -> None:
     policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcdefgh"]
 
     def choose(home: str) -> str:
@@ -77,7 +77,7 @@ def test_a_sessions_turns_and_its_childrens_use_the_same_one_of_equal_candidates
     assert len({choose(str(number)) for number in range(50)}) == len(candidates)
 
 
-def test_a_session_leaves_an_instance_where_it_would_wait() -> None:
+def test_a_session_leaves_an_instance_with_a_queue() -> None:
     policy, candidates = PoolAware(), [InstanceLoad(key) for key in "abcd"]
     request = RequestFeatures(1000, home="one")
     home = policy.choose_instance(request, candidates).key
@@ -85,14 +85,14 @@ def test_a_session_leaves_an_instance_where_it_would_wait() -> None:
     assert policy.choose_instance(request, candidates).key != home
 
 
-def test_a_prompt_shorter_than_its_chunks_say_has_no_more_cached_than_it_has() -> None:
+def test_a_prompt_has_at_most_as_many_cached_tokens_as_tokens() -> None:
     policy, candidates = PoolAware(), [InstanceLoad("a")]
     policy.choose_instance(prompt(1, 2, tokens=1500), candidates)
     again = policy.choose_instance(prompt(1, 2, tokens=1500), candidates)
     assert (again.cached_tokens, again.work) == (1500, 0)
 
 
-def test_a_restarted_instance_is_no_longer_preferred_but_the_pool_is_counted() -> None:
+def test_a_restarted_instance_is_no_longer_preferred_but_the_pool_counts() -> None:
     policy = PoolAware()
     first = policy.choose_instance(prompt(1, 2), [InstanceLoad("a"), InstanceLoad("b")])
     policy.forget_instance(first.key)
@@ -100,7 +100,7 @@ def test_a_restarted_instance_is_no_longer_preferred_but_the_pool_is_counted() -
     assert (again.reasons["own_tokens"], again.cached_tokens, again.work) == (0, 2000, 500)
 
 
-def test_the_more_wait_the_more_work_counts() -> None:
+def test_longer_queues_increase_the_weight_of_work() -> None:
     policy = PoolAware()
     for request in range(300):
         policy.choose_instance(prompt(request, request + 1000), [InstanceLoad("a", queued=0.0)])
@@ -111,7 +111,7 @@ def test_the_more_wait_the_more_work_counts() -> None:
     assert 5 * calm < policy.alpha <= 32
 
 
-def test_a_pool_that_has_nothing_makes_only_own_caches_count() -> None:
+def test_a_pool_without_hits_makes_only_own_caches_count() -> None:
     policy = PoolAware()
     for request in range(500):
         here, there = InstanceLoad("here"), InstanceLoad("there")
@@ -121,7 +121,7 @@ def test_a_pool_that_has_nothing_makes_only_own_caches_count() -> None:
     assert policy.fetch_cost > 0.95
 
 
-def test_a_pool_that_has_all_is_as_cheap_as_fetching() -> None:
+def test_a_pool_with_only_hits_costs_only_the_fetch() -> None:
     policy = PoolAware()
     for request in range(500):
         policy.choose_instance(prompt(request), [InstanceLoad("here")])
@@ -131,7 +131,7 @@ def test_a_pool_that_has_all_is_as_cheap_as_fetching() -> None:
 
 
 @pytest.mark.parametrize(("truth", "expected"), [(0.05, 0.05), (0.7, 0.7)])
-def test_the_fetch_cost_is_learned_from_first_tokens(truth: float, expected: float) -> None:
+def test_the_fetch_cost_is_learned_from_times_to_first_token(truth: float, expected: float) -> None:
     policy = PoolAware()
     for request in range(600):
         tokens, fetched = 4000 + 1000 * (request % 3), 1000 * (request % 4)
@@ -142,7 +142,7 @@ def test_the_fetch_cost_is_learned_from_first_tokens(truth: float, expected: flo
     assert policy.fetch_cost == pytest.approx(expected, abs=0.05)
 
 
-def test_instances_that_evict_sooner_are_found_out() -> None:
+def test_the_policy_learns_that_instances_evict_sooner() -> None:
     now = 0.0
     policy = PoolAware(clock=lambda: now)
     for request in range(200):
@@ -155,7 +155,7 @@ def test_instances_that_evict_sooner_are_found_out() -> None:
     assert decision.reasons["pool_tokens"] == 4000
 
 
-def test_a_total_below_what_the_instance_held_shows_that_it_evicted() -> None:
+def test_fewer_cached_tokens_than_expected_show_an_eviction() -> None:
     policy, candidates = PoolAware(), [InstanceLoad("a")]
     policy.choose_instance(prompt(1, 2, 3, 4), candidates)
     decision = policy.choose_instance(prompt(1, 2, 3, 4), candidates)
@@ -164,7 +164,7 @@ def test_a_total_below_what_the_instance_held_shows_that_it_evicted() -> None:
     assert policy._kept_seconds == pytest.approx(0.9 * kept_seconds)
 
 
-def test_an_engine_that_tells_nothing_teaches_nothing() -> None:
+def test_nothing_is_learned_from_an_engine_that_reports_no_cached_tokens() -> None:
     policy = PoolAware()
     decision = policy.choose_instance(prompt(1), [InstanceLoad("a")])
     for _ in range(300):
@@ -172,11 +172,11 @@ def test_an_engine_that_tells_nothing_teaches_nothing() -> None:
     assert (policy.fetch_cost, policy.alpha) == (0.25, 1.0)
 
 
-def test_it_is_the_policy_of_its_name() -> None:
+def test_the_policy_has_its_name() -> None:
     assert POLICIES["pool_aware"] is PoolAware
 
 
-def test_how_long_chunks_are_kept_is_learned_within_bounds() -> None:
+def test_the_retention_time_of_chunks_is_learned_within_bounds() -> None:
     policy = PoolAware(PolicyOptions(eviction_duration_mins=2.0))
     assert policy._kept_seconds == 120.0
     policy._learn_kept_seconds(100.0, kept=True)

@@ -1,4 +1,4 @@
-"""PrefillCost: what a queue, computing and fetching cost, found in noisy first-token times."""
+"""PrefillCost: the costs of waiting, computing and fetching, from noisy times to first token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from router.policies.prefill_cost import PrefillCost
 SECONDS_PER_TOKEN = 1e-4
 
 
-def taught(fetch: float, queue: float, noise: random.Random, stalls: float = 0.0, base: float = 0.05) -> PrefillCost:
-    """What is learned from 1024 outcomes with these true costs, of which a part of ``stalls`` came a minute late."""
+def learn(fetch: float, queue: float, noise: random.Random, stalls: float = 0.0, base: float = 0.05) -> PrefillCost:
+    """Return the costs learned from 1024 outcomes with these true costs. A part of ``stalls`` is a minute late."""
     cost = PrefillCost()
     for _ in range(1024):
         queued, computed, fetched = noise.expovariate(1e-4), noise.expovariate(1e-4), noise.expovariate(1e-4)
@@ -24,23 +24,23 @@ def taught(fetch: float, queue: float, noise: random.Random, stalls: float = 0.0
     return cost
 
 
-def test_a_fetched_token_is_taken_to_cost_a_quarter_before_anything_is_learned() -> None:
+def test_the_initial_cost_of_a_fetched_token_is_a_quarter() -> None:
     assert (PrefillCost().fetch_cost, PrefillCost().queue_cost) == (0.25, 1.0)
 
 
 @pytest.mark.parametrize(("fetch", "queue"), [(0.05, 1.0), (0.25, 0.5), (0.8, 1.0)])
-def test_it_finds_the_true_costs(fetch: float, queue: float) -> None:
-    cost = taught(fetch, queue, random.Random(1))
+def test_the_true_costs_are_learned(fetch: float, queue: float) -> None:
+    cost = learn(fetch, queue, random.Random(1))
     assert cost.fetch_cost == pytest.approx(fetch, abs=0.08)
     assert cost.queue_cost == pytest.approx(queue, abs=0.12)
 
 
-def test_a_few_stalls_of_a_minute_change_little() -> None:
-    cost = taught(0.25, 1.0, random.Random(2), stalls=0.03)
+def test_a_few_stalls_of_a_minute_have_a_small_effect() -> None:
+    cost = learn(0.25, 1.0, random.Random(2), stalls=0.03)
     assert cost.fetch_cost == pytest.approx(0.25, abs=0.1)
 
 
-def test_what_the_outcomes_do_not_show_stays_as_assumed() -> None:
+def test_costs_that_outcomes_do_not_show_remain_at_their_initial_values() -> None:
     cost = PrefillCost()
     for _ in range(512):
         cost.observe_first_token(0.0, 1000.0, 0.0, 0.1)
@@ -48,7 +48,7 @@ def test_what_the_outcomes_do_not_show_stays_as_assumed() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(0.5, 0.0), (1.0, 0.1)])
-def test_a_first_token_teaches_from_one_token_of_work_on(tokens: float, seconds: float) -> None:
+def test_a_time_to_first_token_counts_from_one_token_of_work_on(tokens: float, seconds: float) -> None:
     cost = PrefillCost()
     for _ in range(128):
         cost.observe_first_token(0.0, tokens, 0.0, 0.1)
@@ -57,7 +57,7 @@ def test_a_first_token_teaches_from_one_token_of_work_on(tokens: float, seconds:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(*[st.floats(0, 1e9)] * 4), min_size=1, max_size=8))
-def test_whatever_is_observed_the_costs_stay_in_reason(outcomes: list[tuple[float, float, float, float]]) -> None:
+def test_costs_stay_within_bounds_for_any_outcomes(outcomes: list[tuple[float, float, float, float]]) -> None:
     cost = PrefillCost()
     for _ in range(600 // len(outcomes)):
         for queued, computed, fetched, seconds in outcomes:

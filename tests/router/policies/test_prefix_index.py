@@ -1,4 +1,4 @@
-"""PrefixIndex: who holds how much of a chain, against plain models; its bounds, and its snapshot."""
+"""PrefixIndex: the part of a chain that each instance has, compared with a simple model; its bounds; its snapshot."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from router.policies.prefix_index import PrefixIndex, _Node
 
 
-def held(index: PrefixIndex, chain: Sequence[int]) -> tuple[int, dict[str, int]]:
+def look_up_counts(index: PrefixIndex, chain: Sequence[int]) -> tuple[int, dict[str, int]]:
     return index.look_up(chain)[:2]
 
 
-def test_it_never_holds_more_than_its_bound() -> None:
+def test_the_size_never_exceeds_its_bound() -> None:
     index = PrefixIndex(max_entries=100)
     for start in range(0, 10_000, 30):
         index.add_chain(range(start, start + 30), "a")
@@ -31,7 +31,7 @@ def test_it_never_holds_more_than_its_bound() -> None:
 
 
 @pytest.mark.parametrize("chunks", [30, 4000])
-def test_what_was_not_used_for_a_lifetime_is_freed_although_there_is_room(chunks: int) -> None:
+def test_chunks_without_use_for_a_lifetime_are_removed_below_the_bound(chunks: int) -> None:
     now = 0.0
     index = PrefixIndex(max_entries=1_000_000, lifetime_seconds=1800, clock=lambda: now)
     for number in range(200):
@@ -40,7 +40,7 @@ def test_what_was_not_used_for_a_lifetime_is_freed_although_there_is_room(chunks
     assert len(index) == 31 * chunks
 
 
-def test_prompts_of_one_chunk_need_more_memory_so_there_may_be_fewer() -> None:
+def test_prompts_of_one_chunk_have_a_lower_bound() -> None:
     index = PrefixIndex(max_entries=100)
     for chunk in range(1000):
         index.add_chain([chunk], "a")
@@ -53,12 +53,12 @@ def test_prompts_of_one_chunk_need_more_memory_so_there_may_be_fewer() -> None:
     assert len(smaller) == 20
 
 
-def test_a_chain_of_many_branches_is_known_to_its_end() -> None:
+def test_a_chain_with_many_branches_is_found_to_its_end() -> None:
     index = PrefixIndex(max_entries=100)
     for end in range(1, 50):
         index.add_chain([*range(end), 1000 + end], "a")
     index.add_chain(range(50), "b")
-    assert held(index, range(50)) == (50, {"a": 49, "b": 50})
+    assert look_up_counts(index, range(50)) == (50, {"a": 49, "b": 50})
 
 
 def test_a_chain_that_one_instance_continues_is_one_node() -> None:
@@ -68,13 +68,13 @@ def test_a_chain_that_one_instance_continues_is_one_node() -> None:
     assert index._num_nodes == 1
 
 
-def test_a_chain_longer_than_the_index_is_known_as_far_as_it_goes() -> None:
+def test_the_first_part_of_a_chain_longer_than_the_index_is_stored() -> None:
     index = PrefixIndex(max_entries=100)
     index.add_chain(range(1000), "a")
-    assert held(index, range(1000)) == (50, {"a": 50})
+    assert look_up_counts(index, range(1000)) == (50, {"a": 50})
 
 
-def test_a_chain_not_used_for_its_lifetime_is_forgotten_and_a_used_one_kept() -> None:
+def test_a_chain_without_use_for_its_lifetime_is_removed_and_a_used_one_retained() -> None:
     now = 0.0
     index = PrefixIndex(lifetime_seconds=100, clock=lambda: now)
     index.add_chain([1, 2], "a")
@@ -87,22 +87,22 @@ def test_a_chain_not_used_for_its_lifetime_is_forgotten_and_a_used_one_kept() ->
 
 
 @given(now=st.floats(0, 1e7))
-def test_chunks_that_were_used_at_this_moment_are_not_younger_than_nothing(now: float) -> None:
+def test_the_age_of_a_chunk_is_never_negative(now: float) -> None:
     index = PrefixIndex(clock=lambda: now)
     index.add_chain([1, 2], "a")
     [(_, age)] = index.look_up([1, 2]).ages
     assert 0.0 <= age < 1e-5
 
 
-def test_all_is_stale_after_a_long_pause() -> None:
+def test_all_chunks_expire_after_a_long_pause() -> None:
     now = 0.0
     index = PrefixIndex(lifetime_seconds=100, clock=lambda: now)
     index.add_chain([1, 2], "a")
     now = 101.0
-    assert held(index, [1, 2]) == (0, {})
+    assert look_up_counts(index, [1, 2]) == (0, {})
 
 
-def test_what_an_instance_did_not_use_for_long_is_taken_to_be_in_the_pool_only() -> None:
+def test_chunks_without_recent_use_by_an_instance_count_only_for_the_pool() -> None:
     now = 0.0
     index = PrefixIndex(clock=lambda: now)
     index.add_chain([1, 2, 3], "a")
@@ -112,15 +112,15 @@ def test_what_an_instance_did_not_use_for_long_is_taken_to_be_in_the_pool_only()
     assert index.look_up([1, 2, 3], kept_seconds=30) == (3, {"a": 1, "b": 1}, [(1, 10.0), (3, 60.0)])
 
 
-def test_a_restarted_instance_holds_nothing_and_the_pool_still_does() -> None:
+def test_a_restarted_instance_has_no_chunks_but_the_pool_has_them() -> None:
     index = PrefixIndex()
     index.add_chain([1, 2, 3], "a")
     index.add_chain([1, 2], "b")
     index.forget_holder("a")
-    assert held(index, [1, 2, 3]) == (3, {"b": 2})
+    assert look_up_counts(index, [1, 2, 3]) == (3, {"b": 2})
 
 
-def test_many_restarts_leave_the_others_known_and_change_their_numbers_rarely() -> None:
+def test_many_restarts_do_not_affect_others_and_rarely_change_their_numbers() -> None:
     index = PrefixIndex()
     steady = [f"steady {number}" for number in range(150)]
     for key in steady:
@@ -128,12 +128,12 @@ def test_many_restarts_leave_the_others_known_and_change_their_numbers_rarely() 
     for restart in range(1000):
         index.add_chain([1, 2, 3], f"instance {restart}")
         index.forget_holder(f"instance {restart}")
-    assert held(index, [1, 2, 3]) == (3, dict.fromkeys(steady, 2))
+    assert look_up_counts(index, [1, 2, 3]) == (3, dict.fromkeys(steady, 2))
     assert len(index._names) < 450
     assert index._numbering <= 2 * 4
 
 
-def test_the_instances_names_are_cached_for_a_bounded_number_of_sets() -> None:
+def test_the_names_of_instances_are_cached_for_a_bounded_number_of_sets() -> None:
     index = PrefixIndex()
     for number in range(13):
         index.add_chain([1], f"{number}")
@@ -144,17 +144,17 @@ def test_the_instances_names_are_cached_for_a_bounded_number_of_sets() -> None:
     assert len(index._named_sets) > 1
 
 
-def test_a_snapshot_brings_all_back() -> None:
+def test_a_snapshot_restores_all_chunks() -> None:
     index, other = PrefixIndex(), PrefixIndex()
     index.add_chain([1, 2**64 - 1, 3], "a")
     index.add_chain([1], "b")
     index.add_chain([1], "gone")
     index.forget_holder("gone")
     other.load(index.dump())
-    assert held(other, [1, 2**64 - 1, 3]) == (3, {"a": 3, "b": 1})
+    assert look_up_counts(other, [1, 2**64 - 1, 3]) == (3, {"a": 3, "b": 1})
 
 
-def test_a_snapshot_that_another_thread_makes_has_all_that_was_there_before() -> None:
+def test_a_snapshot_of_another_thread_has_all_earlier_chunks() -> None:
     index, other = PrefixIndex(), PrefixIndex()
     prompts = [[*range(100), *range(1000 * i, 1000 * i + 20)] for i in range(1, 2000)]
     for prompt in prompts:
@@ -171,25 +171,25 @@ def test_a_snapshot_that_another_thread_makes_has_all_that_was_there_before() ->
     assert all(other.look_up(prompt).own["a"] == 120 for prompt in prompts)
 
 
-def test_a_snapshot_says_which_chunks_were_dropped() -> None:
+def test_a_snapshot_has_the_dropped_chunks() -> None:
     index, other = PrefixIndex(), PrefixIndex()
     index.add_chain(range(10), "a")
     index.add_chain(range(10), "b")
     index.drop_chunks(range(5, 10), "a")
     other.load(index.dump())
-    assert held(other, range(10)) == (10, {"a": 5, "b": 10})
+    assert look_up_counts(other, range(10)) == (10, {"a": 5, "b": 10})
 
 
 def test_a_snapshot_of_another_index_replaces_the_instances() -> None:
     index, other = PrefixIndex(), PrefixIndex()
     index.add_chain([1, 2], "a")
-    assert held(index, [1, 2]) == (2, {"a": 2})
+    assert look_up_counts(index, [1, 2]) == (2, {"a": 2})
     other.add_chain([1, 2], "b")
     index.load(other.dump())
-    assert held(index, [1, 2]) == (2, {"b": 2})
+    assert look_up_counts(index, [1, 2]) == (2, {"b": 2})
 
 
-def test_an_empty_snapshot_is_a_snapshot() -> None:
+def test_an_empty_snapshot_can_be_loaded() -> None:
     index = PrefixIndex()
     index.load(PrefixIndex().dump())
     assert len(index) == 0
@@ -200,8 +200,8 @@ def test_a_snapshot_fits_into_a_smaller_index() -> None:
     index.add_chain(range(100, 120), "a")
     index.add_chain(range(15), "b")
     smaller.load(index.dump())
-    assert held(smaller, range(15)) == (15, {"b": 15})
-    assert held(smaller, range(100, 120)) == (5, {"a": 5})
+    assert look_up_counts(smaller, range(15)) == (15, {"b": 15})
+    assert look_up_counts(smaller, range(100, 120)) == (5, {"a": 5})
     smaller.add_chain(range(10), "c")
     assert len(smaller) == 20
 
@@ -219,25 +219,25 @@ def test_a_damaged_snapshot_is_ignored(damage: int, cut: bool) -> None:
 
 
 @pytest.mark.parametrize("size", range(5))
-def test_a_snapshot_with_a_checksum_and_no_contents_is_ignored(size: int) -> None:
+def test_a_snapshot_with_a_checksum_but_without_contents_is_ignored(size: int) -> None:
     contents = bytes(size)
     first_line = PrefixIndex().dump().partition(b"\n")[0] + b"\n"
     with pytest.raises(ValueError, match="prefix index"):
         PrefixIndex().load(first_line + zlib.crc32(contents).to_bytes(4, "little") + contents)
 
 
-def test_no_step_touches_a_large_part_of_the_index() -> None:
+def test_no_part_of_the_index_is_large() -> None:
     index, hashes = PrefixIndex(max_entries=500_000), random.Random(0)
     for _ in range(180_000):
         index.add_chain([hashes.getrandbits(64) for _ in range(5)], "a")
     assert index._num_nodes > 90_000
-    assert max(map(len, index._parts)) < 600  # one of them grows at a time
+    assert max(map(len, index._parts)) < 600  # the parts grow one at a time
 
 
 class Model:
     """A table of all chunks in an index: the time of their last use, and the instances that have them.
 
-    It makes random prompts, which have common beginnings.
+    It makes random prompts with common prefixes.
     """
 
     def __init__(self, seed: int) -> None:
@@ -246,8 +246,8 @@ class Model:
         self.now = 0.0
         self.used_at: dict[int, float] = {}
         self.holders: dict[int, set[str]] = {}
-        self.caches: dict[str, set[int]] = {}  # of the instances that report what they evict
-        self.choices_of: dict[int, tuple[int, ...]] = {}  # of all chunks that were ever made
+        self.caches: dict[str, set[int]] = {}  # of the instances that report evictions
+        self.choices_of: dict[int, tuple[int, ...]] = {}  # of all chunks
 
     def make_prompt(self) -> list[int]:
         straight = self.random.random()
@@ -294,7 +294,7 @@ class Model:
         return pool, {key: end for key, end in own.items() if end}
 
     def remove_missing(self, index: PrefixIndex) -> None:
-        """Remove the chunks that the index has removed. Test that they were not used for the longest time."""
+        """Remove the chunks that the index has removed. Test that they are the least recently used."""
         present = {chunk for node in index._list_nodes() for chunk in node.chunks}
         removed = self.used_at.keys() - present
         assert present <= self.used_at.keys()
@@ -320,7 +320,7 @@ def check_nodes(index: PrefixIndex) -> None:
 
 
 @pytest.mark.parametrize("max_entries", [2, 10, 30, 60, 10_000])
-def test_it_knows_what_a_table_of_all_chunks_knows(max_entries: int) -> None:
+def test_the_index_equals_a_table_of_all_chunks(max_entries: int) -> None:
     for seed in range(40):
         play(Model(seed), max_entries)
 
@@ -385,7 +385,7 @@ def play(model: Model, max_entries: int) -> None:
             assert each_age == pytest.approx([model.now - model.used_at[chunk] for chunk in asked[:pool]])
 
 
-def test_chunks_that_an_instance_dropped_need_no_memory_when_their_node_is_dropped_or_removed() -> None:
+def test_dropped_chunks_use_no_memory_after_their_node_is_dropped_or_removed() -> None:
     index = PrefixIndex(max_entries=1000)
     for start in range(0, 100_000, 20):
         index.add_chain(range(start, start + 20), "a")
@@ -393,18 +393,18 @@ def test_chunks_that_an_instance_dropped_need_no_memory_when_their_node_is_dropp
         if start % 40:
             index.drop_chunks(range(start, start + 10), "a")
     assert len(index._dropped) <= 500
-    assert held(index, range(99_980, 100_000)) == (20, {})
-    assert held(index, range(99_960, 99_980)) == (20, {"a": 10})
+    assert look_up_counts(index, range(99_980, 100_000)) == (20, {})
+    assert look_up_counts(index, range(99_960, 99_980)) == (20, {"a": 10})
 
 
-def test_dropped_chunks_that_are_not_in_the_index_need_bounded_memory() -> None:
+def test_dropped_chunks_that_are_not_in_the_index_use_bounded_memory() -> None:
     index = PrefixIndex()
     index.add_chain(range(20), "a")
     index.drop_chunks(range(15, 20), "a")
     for start in range(100, 1_000_000, 1000):
         index.drop_chunks(range(start, start + 1000), "a")
         assert len(index._dropped) <= 100_000
-    assert held(index, range(20)) == (20, {"a": 15})
+    assert look_up_counts(index, range(20)) == (20, {"a": 15})
 
 
 def test_dropped_chunks_are_compared_with_the_index_rarely() -> None:
@@ -419,12 +419,12 @@ def test_dropped_chunks_are_compared_with_the_index_rarely() -> None:
     index.add_chain(range(300_000), "a")
     for start in range(1, 300_000, 1000):
         index.drop_chunks(range(start, start + 1000), "a")
-    assert held(index, range(300_000)) == (300_000, {"a": 1})
+    assert look_up_counts(index, range(300_000)) == (300_000, {"a": 1})
     assert index.num_listed <= 2
 
 
 class CountedChunks(list[int]):
-    """A prompt that counts how many of its chunks are read."""
+    """A prompt that counts the reads of its chunks."""
 
     num_read = 0
 
@@ -463,7 +463,7 @@ class CountedNames(PrefixIndex):
         return names
 
 
-def test_an_instance_that_dropped_many_chunks_of_a_prompt_is_named_once_for_them() -> None:
+def test_an_instance_that_dropped_many_chunks_of_a_prompt_is_looked_up_once() -> None:
     index = CountedNames()
     for number in range(50):
         index.add_chain(range(100), f"{number}")
@@ -472,7 +472,7 @@ def test_an_instance_that_dropped_many_chunks_of_a_prompt_is_named_once_for_them
     assert index.num_named <= 50 + 50
 
 
-def test_a_prompt_of_many_branches_names_each_instance_once() -> None:
+def test_a_prompt_with_many_branches_looks_up_each_instance_once() -> None:
     index = CountedNames()
     for end in range(1, 500):
         index.add_chain([*range(end), 1000 + end], f"{end % 100}")
@@ -480,7 +480,7 @@ def test_a_prompt_of_many_branches_names_each_instance_once() -> None:
     assert index.num_named <= 100
 
 
-def test_an_instance_whose_small_cache_is_known_again_does_not_read_the_whole_index() -> None:
+def test_restoring_a_small_cache_does_not_read_the_whole_index() -> None:
     index = PrefixIndex()
     for start in range(0, 10_000, 10):
         index.add_chain(range(start, start + 10), "b")
@@ -492,7 +492,7 @@ def test_an_instance_whose_small_cache_is_known_again_does_not_read_the_whole_in
 
 
 class CountedSet(set[int]):
-    """A set that counts how often it is asked for an element."""
+    """A set that counts its queries for elements."""
 
     num_asked = 0
 
@@ -502,7 +502,7 @@ class CountedSet(set[int]):
 
 
 class Interrupted(list[Any]):
-    """The parts of an index; something happens while they are read, as if another thread did it."""
+    """The parts of an index. A function runs while they are read, as if another thread ran it."""
 
     def __init__(self, parts: list[Any], place: int, happen: Callable[[], None]) -> None:
         super().__init__(parts)
@@ -528,7 +528,7 @@ def test_a_prompt_that_branches_while_a_snapshot_is_made_is_in_it(place: int, co
 
     index._parts = Interrupted(index._parts, place, branch)
     other.load(index.dump())
-    pool, own = held(other, prompt)
+    pool, own = look_up_counts(other, prompt)
     assert (pool, own["a"]) == (6, 6)
     assert index._moved is None
 
@@ -539,17 +539,17 @@ def test_a_prompt_that_is_used_while_a_snapshot_is_made_is_in_it() -> None:
     index.add_chain([0, 200], "a")
     index.add_chain([0, 201], "a")
 
-    def use() -> None:  # after the node of chunk 0 was read, and before the others are read
+    def use() -> None:  # between the reads of the node of chunk 0 and of the others
         nonlocal now
         now = 5.0
         index.add_chain([0, 200], "b")
 
     index._parts = Interrupted(index._parts, 100, use)
     other.load(index.dump())
-    assert held(other, [0, 200]) == (2, {"a": 2})
+    assert look_up_counts(other, [0, 200]) == (2, {"a": 2})
 
 
-def test_a_snapshot_names_the_right_instances_if_their_numbers_change_meanwhile() -> None:
+def test_a_snapshot_has_the_right_instances_if_their_numbers_change_meanwhile() -> None:
     with ThreadPoolExecutor(1) as thread:
 
         class Encoded(PrefixIndex):
@@ -570,10 +570,10 @@ def test_a_snapshot_names_the_right_instances_if_their_numbers_change_meanwhile(
         assert index.encoding is not None
         other.load(index.encoding.result(timeout=30))
     for number in range(300 - 40, 300):
-        assert held(other, [number]) == (1, {f"{number}": 1})
+        assert look_up_counts(other, [number]) == (1, {f"{number}": 1})
 
 
-def test_a_snapshot_has_no_object_for_each_node_that_the_garbage_collector_would_visit() -> None:
+def test_a_snapshot_creates_no_objects_for_the_garbage_collector_per_node() -> None:
     index = PrefixIndex()
     for number in range(20_000):
         index.add_chain([number], "a")
@@ -598,7 +598,7 @@ def test_nodes_that_are_removed_or_replaced_are_freed_without_the_garbage_collec
 
 
 @given(chains=st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=30))
-def test_equal_hashes_of_different_prefixes_break_nothing(chains: list[list[int]]) -> None:
+def test_equal_hashes_of_different_prefixes_cause_no_error(chains: list[list[int]]) -> None:
     index = PrefixIndex(max_entries=30)
     for number, chain in enumerate(chains):
         index.add_chain(chain, f"{number % 3}")

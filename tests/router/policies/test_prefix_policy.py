@@ -1,4 +1,4 @@
-"""Policies with an index of prefixes keep it over a restart."""
+"""Policies with an index of prefixes restore it after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prompt(*chunks: int, tokens: int = 0) -> RequestFeatures:
 
 
 @pytest.mark.parametrize("name", ["cache_aware", "pool_aware"])
-def test_what_was_learned_of_caches_outlives_the_router(name: str) -> None:
+def test_the_index_is_restored_after_a_restart(name: str) -> None:
     policy, restarted = POLICIES[name](), POLICIES[name]()
     first = policy.choose_instance(prompt(1, 2, 3), instances(8)).key
     restarted.load_dump(policy.dump())  # type: ignore[attr-defined]
@@ -25,12 +25,12 @@ def test_what_was_learned_of_caches_outlives_the_router(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cache_aware", "pool_aware"])
-def test_a_sibling_knows_the_same_caches_and_tells_of_them(name: str) -> None:
-    policy, told = POLICIES[name](), []
-    policy.subscribe_to_chains(lambda chunks, key: told.append(key))  # type: ignore[attr-defined]
+def test_a_sibling_shares_the_index_and_reports_its_choices(name: str) -> None:
+    policy, reported = POLICIES[name](), []
+    policy.subscribe_to_chains(lambda chunks, key: reported.append(key))  # type: ignore[attr-defined]
     sibling = policy.make_sibling()
     first = sibling.choose_instance(prompt(1, 2, 3), instances(8)).key
     decision = policy.choose_instance(prompt(1, 2, 3), instances(8))
-    assert (decision.key, decision.cached_tokens, told) == (first, 300, [first, first])
+    assert (decision.key, decision.cached_tokens, reported) == (first, 300, [first, first])
     policy.forget_instance(first)
     assert sibling.choose_instance(prompt(1, 2, 3), instances(1)).reasons.get("own_tokens", 0) == 0

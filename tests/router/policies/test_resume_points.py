@@ -1,4 +1,4 @@
-"""What instances with windows and recurrent layers have less than their prefixes suggest. The instances are models."""
+"""Instances with windows and recurrent layers have fewer cached tokens than their prefixes. They are simulated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = (1, 2, 3, 4)
 
 
 class Windowed:
-    """An instance whose layers with full attention keep all blocks, and whose windows keep the last used ones."""
+    """An instance with all blocks of its layers with full attention, but only the last used blocks of its windows."""
 
     def __init__(self, num_window_blocks: int, window: int = 2) -> None:
         self.num_window_blocks, self.window = num_window_blocks, window
@@ -22,7 +22,7 @@ class Windowed:
         self.windows = OrderedDict[tuple[int, ...], None]()
 
     def serve(self, chunks: tuple[int, ...]) -> int:
-        """Return the number of chunks that were cached."""
+        """Return the number of cached chunks."""
         prefixes = [chunks[:end] for end in range(1, len(chunks) + 1)]
         resumed = next((end for end in range(len(chunks) - 1, 0, -1) if self._can_resume(prefixes[:end])), 0)
         self.full.update(prefixes)
@@ -38,7 +38,7 @@ class Windowed:
 
 
 class Recurrent:
-    """An instance that has a state only at the end of each prompt."""
+    """An instance with a state only at the end of each prompt."""
 
     def __init__(self) -> None:
         self.ends = set[tuple[int, ...]]()
@@ -50,7 +50,7 @@ class Recurrent:
 
 
 class Router:
-    """A policy, and the time."""
+    """A policy and its clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -58,7 +58,7 @@ class Router:
         self._fresh = 100
 
     def ask(self, instance: Windowed | Recurrent, *chunks: int, key: str = "a") -> tuple[int, int]:
-        """Send a prompt; return the number of chunks that the policy expected to be cached, and that were cached."""
+        """Send a prompt, and return the numbers of expected and of actual cached chunks."""
         self.now += 1
         features = RequestFeatures(CHUNK * len(chunks), lambda: chunks, tokens_per_chunk=CHUNK)
         decision = self.policy.choose_instance(features, [InstanceLoad(key)])
@@ -74,14 +74,14 @@ class Router:
         return self.ask(instance, *SHARED, *range(self._fresh, self._fresh + 5), key=key)
 
 
-def test_a_window_that_is_lost_each_time_is_no_longer_expected() -> None:
+def test_a_window_that_is_lost_repeatedly_is_no_longer_expected() -> None:
     router, instance = Router(), Windowed(num_window_blocks=4)
     assert [router.ask_more(instance) for _ in range(5)] == [(0, 0), (4, 0), (4, 0), (0, 0), (0, 0)]
     instance.num_window_blocks = 100
     assert [router.ask_more(instance) for _ in range(3)] == [(0, 0), (0, 4), (4, 4)]
 
 
-def test_a_block_of_a_window_that_was_lost_once_is_expected_when_the_instance_has_computed_it_again() -> None:
+def test_a_window_that_was_lost_once_is_expected_after_it_is_computed_again() -> None:
     router, instance = Router(), Windowed(num_window_blocks=100)
     assert [router.ask_more(instance) for _ in range(2)] == [(0, 0), (4, 4)]
     del instance.windows[SHARED]
@@ -90,24 +90,24 @@ def test_a_block_of_a_window_that_was_lost_once_is_expected_when_the_instance_ha
     assert [router.ask_more(instance) for _ in range(3)] == [(4, 0), (4, 4), (4, 4)]
 
 
-def test_a_recurrent_layer_resumes_where_a_prompt_ended_not_where_two_part() -> None:
+def test_a_recurrent_layer_resumes_at_the_end_of_a_prompt_not_where_two_diverge() -> None:
     router, instance = Router(), Recurrent()
     assert router.ask(instance, *SHARED[:2]) == (0, 0)
     assert [router.ask_more(instance) for _ in range(4)] == [(2, 2), (4, 2), (4, 2), (2, 2)]
-    assert router.ask(instance, *SHARED) == (2, 2)  # from here on there is a state at the end of the prefix
+    assert router.ask(instance, *SHARED) == (2, 2)  # from now on there is a state at the end of the prefix
     assert [router.ask_more(instance) for _ in range(2)] == [(2, 4), (4, 4)]
 
 
-def test_the_pool_has_resume_points_of_its_own() -> None:
+def test_the_pool_has_its_own_resume_points() -> None:
     router, first, second = Router(), Windowed(num_window_blocks=100), Windowed(num_window_blocks=4)
     router.ask_more(first)
-    for fresh in range(2):  # each instance has this prefix for the first time, so that only the pool may have it
+    for fresh in range(2):  # the prefix is new for each instance, so only the pool can have it
         assert router.ask_more(Windowed(100), key=f"new {fresh}") == (4, 0)
     assert router.ask_more(second, key="b") == (0, 0)
     assert router.ask_more(first) == (4, 4)
 
 
-def test_requests_at_the_same_time_do_not_confirm_each_other() -> None:
+def test_concurrent_requests_do_not_confirm_each_other() -> None:
     now = 0.0
     points = ResumePoints(100.0, lambda: now)
     for now in (10.0, 10.1, 10.2):
@@ -120,7 +120,7 @@ def test_requests_at_the_same_time_do_not_confirm_each_other() -> None:
     assert points.is_empty
 
 
-def test_what_was_learned_is_forgotten_with_the_cache_with_time_and_if_it_is_too_much() -> None:
+def test_resume_points_are_removed_with_the_cache_with_time_and_above_a_limit() -> None:
     now = 0.0
     points = ResumePoints(100.0, lambda: now)
     for now in (0.0, 1.0):
@@ -136,39 +136,39 @@ def test_what_was_learned_is_forgotten_with_the_cache_with_time_and_if_it_is_too
     assert len(points._ends) == resume_points._MAX_ENTRIES
 
 
-def ask_as(
+def ask_with_usage(
     policy: PoolAware, chunks: int, estimated: int, counted: int, cached: int, *, reads_cache: bool = True
 ) -> int:
-    """Send a prompt of which the engine counts other tokens than the router estimates; return the expected ones."""
+    """Send a prompt with different estimated and counted tokens, and return the expected cached tokens."""
     features = RequestFeatures(estimated, lambda: range(chunks), tokens_per_chunk=CHUNK, reads_cache=reads_cache)
     decision = policy.choose_instance(features, [InstanceLoad("a")])
     policy.observe_outcome(features, decision, Outcome("a", 0.0, 0.1, counted, cached))
     return decision.cached_tokens
 
 
-def test_tokens_that_the_router_does_not_estimate_as_the_engine_counts_do_not_hide_a_full_hit() -> None:
+def test_a_full_hit_counts_although_the_router_estimates_fewer_tokens() -> None:
     policy = PoolAware(clock=lambda: 0.0)
-    ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
-    for _ in range(3):  # with an image, which is not estimated
-        ask_as(policy, 8, 8 * CHUNK, 24 * CHUNK, 8 * CHUNK)
-    assert ask_as(policy, 9, 9 * CHUNK, 9 * CHUNK, 8 * CHUNK) == 8 * CHUNK
+    ask_with_usage(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
+    for _ in range(3):  # the tokens of an image are not estimated
+        ask_with_usage(policy, 8, 8 * CHUNK, 24 * CHUNK, 8 * CHUNK)
+    assert ask_with_usage(policy, 9, 9 * CHUNK, 9 * CHUNK, 8 * CHUNK) == 8 * CHUNK
 
 
-def test_requests_that_engines_compute_anew_teach_nothing_about_their_prefix() -> None:
+def test_requests_that_do_not_read_the_cache_do_not_change_resume_points() -> None:
     policy = PoolAware(clock=lambda: 0.0)
-    ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
+    ask_with_usage(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
     for _ in range(3):
-        ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0, reads_cache=False)
-    assert ask_as(policy, 9, 9 * CHUNK, 9 * CHUNK, 8 * CHUNK) == 8 * CHUNK
+        ask_with_usage(policy, 8, 8 * CHUNK, 8 * CHUNK, 0, reads_cache=False)
+    assert ask_with_usage(policy, 9, 9 * CHUNK, 9 * CHUNK, 8 * CHUNK) == 8 * CHUNK
     assert not request_features({"prompt": "word " * 1000, "prompt_logprobs": 1}, 1000).reads_cache
 
 
-def test_requests_that_engines_compute_anew_teach_nothing_about_how_long_caches_keep_a_prefix() -> None:
+def test_requests_that_do_not_read_the_cache_do_not_change_the_retention_time() -> None:
     now = [0.0]
     policy = PoolAware(clock=lambda: now[0])
-    ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
+    ask_with_usage(policy, 8, 8 * CHUNK, 8 * CHUNK, 0)
     for _ in range(60):
-        ask_as(policy, 8, 8 * CHUNK, 8 * CHUNK, 0, reads_cache=False)
+        ask_with_usage(policy, 8, 8 * CHUNK, 8 * CHUNK, 0, reads_cache=False)
     now[0] = 10.0
     features = RequestFeatures(9 * CHUNK, lambda: range(9), tokens_per_chunk=CHUNK)
     assert policy.choose_instance(features, [InstanceLoad("a")]).reasons["own_tokens"] == 8 * CHUNK

@@ -1,4 +1,4 @@
-"""Policies that look at loads only."""
+"""Policies that use only loads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _candidates = st.lists(
 )
 
 
-def test_round_robin_goes_round() -> None:
+def test_round_robin_alternates() -> None:
     policy = RoundRobin()
     candidates = [InstanceLoad("a"), InstanceLoad("b")]
     assert [policy.choose_instance(REQUEST, candidates).key for _ in range(5)] == ["a", "b", "a", "b", "a"]
 
 
-def test_round_robin_goes_on_when_candidates_come_and_go() -> None:
+def test_round_robin_works_with_a_changing_number_of_candidates() -> None:
     policy = RoundRobin()
     for count in (1, 5, 2, 3, 1):
         candidates = [InstanceLoad(str(i)) for i in range(count)]
@@ -36,13 +36,13 @@ def test_round_robin_goes_on_when_candidates_come_and_go() -> None:
 
 
 @given(candidates=_candidates)
-def test_request_num_takes_the_fewest_requests(candidates: list[InstanceLoad]) -> None:
+def test_request_num_chooses_the_fewest_requests(candidates: list[InstanceLoad]) -> None:
     decision = RequestNum().choose_instance(REQUEST, candidates)
     assert decision.reasons["requests"] == min(candidate.requests for candidate in candidates)
 
 
 @given(candidates=_candidates)
-def test_process_tokens_takes_the_fewest_tokens(candidates: list[InstanceLoad]) -> None:
+def test_process_tokens_chooses_the_fewest_tokens(candidates: list[InstanceLoad]) -> None:
     decision = ProcessTokens().choose_instance(REQUEST, candidates)
     assert decision.reasons["tokens"] == min(candidate.tokens for candidate in candidates)
 
@@ -62,19 +62,19 @@ def test_the_remote_score_counts_waiting_requests_by_their_weight() -> None:
     }
 
 
-def test_the_remote_score_adds_what_was_sent_since_the_instance_was_asked() -> None:
+def test_the_remote_score_is_at_least_the_number_of_requests_that_the_router_sent() -> None:
     policy = FdRemoteMetricsScore()
     stale, other = InstanceLoad("stale", requests=8, running=0, waiting=0), InstanceLoad("other", running=5, waiting=0)
     assert policy.choose_instance(REQUEST, [stale, other]).key == "other"
 
 
-def test_the_remote_score_of_an_unknown_instance_is_what_the_router_sent() -> None:
+def test_the_remote_score_of_an_unknown_instance_is_the_number_of_sent_requests() -> None:
     policy = FdRemoteMetricsScore()
     unknown, known = InstanceLoad("unknown", requests=3), InstanceLoad("known", running=4, waiting=0)
     assert policy.choose_instance(REQUEST, [unknown, known]).key == "unknown"
 
 
-def test_the_local_score_is_what_the_router_sent() -> None:
+def test_the_local_score_is_the_number_of_sent_requests() -> None:
     busy, waited = InstanceLoad("busy", requests=2), InstanceLoad("waited", requests=1, running=9, waiting=9)
     decision = FdMetricsScore().choose_instance(REQUEST, [busy, waited])
     assert (decision.key, decision.reasons) == ("waited", {"policy": "fd_metrics_score", "score": 1})

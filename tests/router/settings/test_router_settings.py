@@ -1,4 +1,4 @@
-"""RouterSettings: the defaults, and the bounds of values."""
+"""RouterSettings: the default values and the bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_one_failed_probe_does_not_make_an_instance_unhealthy() -> None:
     assert RouterSettings().health_failure_threshold > 1
 
 
-def test_the_defaults_of_policies_are_the_options_own() -> None:
+def test_the_defaults_of_policies_are_those_of_policy_options() -> None:
     assert RouterSettings().policy_options == PolicyOptions()
 
 
@@ -61,7 +61,9 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
         ("max_concurrent_requests_per_key", 1, "but clients have no API keys"),
     ],
 )
-def test_a_value_out_of_bounds_is_one_sentence_that_names_the_key(setting: str, value: object, message: str) -> None:
+def test_the_error_for_a_value_out_of_bounds_is_one_sentence_with_the_key(
+    setting: str, value: object, message: str
+) -> None:
     with pytest.raises(SettingsError) as refused:
         RouterSettings(**{setting: value})  # type: ignore[arg-type]
     assert message in str(refused.value)
@@ -69,12 +71,12 @@ def test_a_value_out_of_bounds_is_one_sentence_that_names_the_key(setting: str, 
 
 
 @pytest.mark.parametrize("port", [0, 1, 65535])
-def test_every_port_and_none_is_taken(port: int) -> None:
+def test_every_port_and_0_are_accepted(port: int) -> None:
     assert RouterSettings(port=port).port == port
 
 
 @pytest.mark.parametrize("seconds", [5.0, 1.0])
-def test_with_other_routers_heartbeats_may_not_expire_before_a_router_that_died_is_noticed(seconds: float) -> None:
+def test_with_a_shared_state_heartbeats_must_expire_after_the_detection_of_a_dead_router(seconds: float) -> None:
     message = (
         "manager.heartbeat-expiry-secs is .*; with server.shared-state it must be more than 5, the time after which"
     )

@@ -23,7 +23,7 @@ def write(folder: Path, text: str) -> Path:
         ("alice: 0123", {"alice": "0123"}),
     ],
 )
-def test_keys_are_read_with_their_holders(tmp_path: Path, text: str, keys: dict[str, str]) -> None:
+def test_keys_are_read_with_their_names(tmp_path: Path, text: str, keys: dict[str, str]) -> None:
     assert read_keys(write(tmp_path, text), "--keys") == {name: ApiKey(key) for name, key in keys.items()}
 
 
@@ -34,12 +34,12 @@ def test_keys_are_read_with_their_holders(tmp_path: Path, text: str, keys: dict[
         "alice: {key: sk-1}\nbob:\n  key: 'sk-2'\n  tokens_per_sec: 5e2\n  priority: '-3'\n",
     ],
 )
-def test_what_is_said_of_a_holder_stands_beside_its_key(tmp_path: Path, text: str) -> None:
+def test_a_key_can_have_a_rate_and_a_priority(tmp_path: Path, text: str) -> None:
     assert read_keys(write(tmp_path, text), "--keys") == {"alice": ApiKey("sk-1"), "bob": ApiKey("sk-2", 500.0, -3)}
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "is empty"),
         ("# nothing\n\n", "is empty"),
@@ -62,10 +62,10 @@ def test_what_is_said_of_a_holder_stands_beside_its_key(tmp_path: Path, text: st
         ("a: {key: k1, priority: high}", "'a' has priority 'high'; it must be a whole number from -10 to 10"),
     ],
 )
-def test_a_file_that_cannot_be_right_is_one_sentence_without_the_key(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_for_a_wrong_file_is_one_sentence_without_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         read_keys(write(tmp_path, text), "server.api-keys-file")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "server.api-keys-file" in str(refused.value)
     assert not {"k1", "k2"} & set(str(refused.value).split())
 
@@ -80,7 +80,7 @@ def test_a_token_file_has_one_token(tmp_path: Path, text: str) -> None:
         read_token(write(tmp_path, text), "--token")
 
 
-def test_a_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
+def test_the_error_for_a_file_that_is_not_text_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "secrets").write_bytes(b"\xff")
     with pytest.raises(SettingsError, match=r"--token .*/secrets is not text in UTF-8"):
         read_token(tmp_path / "secrets", "--token")

@@ -1,4 +1,4 @@
-"""A certificate that is renewed while the router runs, as TLS clients see it."""
+"""A certificate that is renewed while the router runs, seen by TLS clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture
 def first(tmp_path: Path) -> Certificate:
-    """The one that the router starts with, by the names that it knows."""
+    """The certificate in the files of the router."""
     return make_certificate(_make_folder(tmp_path, "served"))
 
 
@@ -39,27 +39,27 @@ def _make_folder(parent: Path, name: str) -> Path:
 
 
 def replace(files: Certificate, by: Certificate) -> None:
-    """Write the files anew, one after the other, as a renewal does."""
+    """Replace the two files in turn, as a renewal does."""
     shutil.copy(by.certfile, files.certfile)
     shutil.copy(by.keyfile, files.keyfile)
 
 
 @contextlib.asynccontextmanager
 async def serving(files: Certificate) -> AsyncIterator[Callable[[ssl.SSLContext], Awaitable[bool]]]:
-    """A port that looks for a renewed certificate; gives a function that tries whether a client believes it."""
+    """Serve a port that checks for a renewed certificate. Yield a function that tests if a client trusts it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     served = ServedCertificate(context, str(files.certfile), str(files.keyfile))
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
     keeping = asyncio.ensure_future(served.keep_current())
     try:
-        yield lambda trust: asyncio.to_thread(_is_believed, port, trust)
+        yield lambda trust: asyncio.to_thread(_is_trusted, port, trust)
     finally:
         keeping.cancel()
         server.close()
 
 
-def _is_believed(port: int, trust: ssl.SSLContext) -> bool:
+def _is_trusted(port: int, trust: ssl.SSLContext) -> bool:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as plain:
         try:
             trust.wrap_socket(plain, server_hostname="127.0.0.1").close()
@@ -69,9 +69,9 @@ def _is_believed(port: int, trust: ssl.SSLContext) -> bool:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    give_up_at = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while not await condition():
-        assert time.monotonic() < give_up_at, "it does not come to pass"
+        assert time.monotonic() < deadline, "the condition is still false"
         await asyncio.sleep(0.01)
 
 
@@ -82,57 +82,59 @@ def test_new_connections_get_the_renewed_certificate(
     old, new = first.trust(), renewed.trust()
 
     async def run() -> None:
-        async with serving(first) as is_believed:
-            assert await is_believed(old)
+        async with serving(first) as is_trusted:
+            assert await is_trusted(old)
             replace(first, renewed)
-            await until(lambda: is_believed(new))
-            assert not await is_believed(old)
+            await until(lambda: is_trusted(new))
+            assert not await is_trusted(old)
 
     asyncio.run(run())
 
 
-def test_one_that_cannot_be_used_is_told_and_the_one_before_it_stays(
+def test_an_unusable_certificate_is_logged_and_the_previous_one_stays_in_use(
     first: Certificate, renewed: Certificate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(served_certificate, "CHECK_SECONDS", 0.01)
     old, new = first.trust(), renewed.trust()
 
-    async def is_told() -> bool:
+    async def is_logged() -> bool:
         return (
             "the renewed certificate cannot be used, so the previous certificate stays in use: the key in"
             in caplog.text
         )
 
     async def run() -> None:
-        async with serving(first) as is_believed:
-            shutil.copy(renewed.certfile, first.certfile)  # and its key is forgotten
-            await until(is_told)
-            assert await is_believed(old)
+        async with serving(first) as is_trusted:
+            shutil.copy(renewed.certfile, first.certfile)  # but not its key
+            await until(is_logged)
+            assert await is_trusted(old)
             replace(first, renewed)
-            await until(lambda: is_believed(new))
+            await until(lambda: is_trusted(new))
 
     asyncio.run(run())
 
 
-def test_files_that_are_away_for_a_moment_do_no_harm(
+def test_a_temporarily_missing_file_has_no_effect(
     first: Certificate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(served_certificate, "CHECK_SECONDS", 0.01)
     old = first.trust()
 
-    async def is_told() -> bool:
+    async def is_logged() -> bool:
         return "No such file or directory" in caplog.text
 
     async def run() -> None:
-        async with serving(first) as is_believed:
+        async with serving(first) as is_trusted:
             first.keyfile.rename(first.keyfile.with_suffix(".away"))
-            await until(is_told)
-            assert await is_believed(old)
+            await until(is_logged)
+            assert await is_trusted(old)
 
     asyncio.run(run())
 
 
-def test_all_processes_of_a_router_take_it(first: Certificate, renewed: Certificate, tmp_path: Path) -> None:
+def test_all_processes_of_a_router_use_the_renewed_certificate(
+    first: Certificate, renewed: Certificate, tmp_path: Path
+) -> None:
     old, new = first.trust(), renewed.trust()
     argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", "0", "--workers", "2"]
     argv += ["--ssl-certfile", str(first.certfile), "--ssl-keyfile", str(first.keyfile)]
@@ -142,6 +144,6 @@ def test_all_processes_of_a_router_take_it(first: Certificate, renewed: Certific
         assert found, process.output
         assert httpx.get(f"{found[1]}/health", verify=old, trust_env=False).status_code == 200
         replace(first, renewed)
-        wait_until(lambda: process.output.count("was renewed") == 2, "both processes to take it")
+        wait_until(lambda: process.output.count("was renewed") == 2, "both processes to use it")
         for _ in range(4):
             assert httpx.get(f"{found[1]}/health", verify=new, trust_env=False).status_code == 200

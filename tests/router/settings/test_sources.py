@@ -1,4 +1,4 @@
-"""load_settings: flags > YAML > environment > defaults, and one sentence for every mistake."""
+"""load_settings: flags > YAML > environment > defaults, and one sentence for each error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_setting_can_be_a_flag() -> None:
 @pytest.mark.parametrize(
     "flags", [["http://a", "http://b:1"], ["http://a,http://b:1"], ["http://a, http://b:1"]], ids=["two", "one", "text"]
 )
-def test_a_list_is_several_words_or_one_with_commas(flags: list[str], tmp_path: Path) -> None:
+def test_a_list_is_several_arguments_or_one_with_commas(flags: list[str], tmp_path: Path) -> None:
     flag = ["--cors-allowed-origins", *flags]
     assert load_settings([*flag, "--port", "1"], {}).cors_allowed_origins == ("http://a", "http://b:1")
     variable = {"KVROUTER__CORS_ALLOWED_ORIGINS": ",".join(flags)}
@@ -53,7 +53,7 @@ def test_a_list_is_several_words_or_one_with_commas(flags: list[str], tmp_path: 
     assert load_settings(["--config_path", file], {}).cors_allowed_origins == ("http://a", "http://b:1")
 
 
-# What is not better than in the Go router is as there, for who comes with its file or its command.
+# With a file or command of the Go router, these defaults are as in the Go router.
 GO_DEFAULTS = RouterSettings(dialect="go", load_balance_weight=1.0, waiting_weight=1.0)
 ALIASES = ["chat=Qwen/Qwen3-8B", "small=a=b"]
 
@@ -66,7 +66,7 @@ def test_a_selector_is_one_text_or_several(flags: list[str]) -> None:
     assert ",".join(settings.selector) == "app=kv,tier=gpu"
 
 
-def test_a_selector_by_sets_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_selector_with_sets_is_not_changed(tmp_path: Path) -> None:
     settings = load_settings(["--service-discovery", "k8s", "--selector", "app in (a, b),tier=gpu"], {})
     assert settings.selector == ("app in (a, b),tier=gpu",)
     path = write(tmp_path / "a.yaml", "manager: {service-discovery: kubernetes, selector: {app: kv, tier: gpu}}")
@@ -81,14 +81,14 @@ def test_a_selector_by_sets_stays_as_it_is(tmp_path: Path) -> None:
         ({"KUBERNETES_SERVICE_HOST": "fd00::1"}, "https://[fd00::1]:443"),
     ],
 )
-def test_the_clusters_api_server_is_where_kubernetes_says(environ: dict[str, str], url: str) -> None:
+def test_the_address_of_the_api_server_is_from_kubernetes(environ: dict[str, str], url: str) -> None:
     assert load_settings([], environ).kubernetes_api == url
     assert load_settings(["--kubernetes-api", "http://127.0.0.1:8001"], environ).kubernetes_api == (
         "http://127.0.0.1:8001"
     )
 
 
-def test_aliases_of_models_are_words_or_a_map(tmp_path: Path) -> None:
+def test_aliases_of_models_are_several_arguments_or_a_map(tmp_path: Path) -> None:
     expected = {"chat": "Qwen/Qwen3-8B", "small": "a=b"}
     repeated = [part for alias in ALIASES for part in ("--model-alias", alias)]
     assert load_settings(repeated, {}).model_aliases == expected
@@ -98,7 +98,7 @@ def test_aliases_of_models_are_words_or_a_map(tmp_path: Path) -> None:
     assert load_settings(["--config-path", file], {}).model_aliases == expected
 
 
-def test_underscores_in_flags_are_taken_as_fastdeploy_does() -> None:
+def test_flags_can_have_underscores_as_in_fastdeploy() -> None:
     assert load_settings(["--request_timeout_secs", "60"], {}).request_timeout_secs == 60.0
 
 
@@ -135,7 +135,7 @@ log: {level: warn}
     )
 
 
-# What FastDeploy's own example of a configuration has, in docs and in golang_router/examples.
+# FastDeploy's example of a configuration, from docs and golang_router/examples.
 GO_ROUTERS_EXAMPLE = """
 server: {port: "8080", host: "0.0.0.0", mode: "debug", splitwise: true}
 scheduler:
@@ -164,7 +164,7 @@ log: {level: "info", output: "file", max-age-days: 7, max-total-size-mb: 100, cl
 """
 
 
-def test_every_key_of_the_go_routers_example_is_taken(tmp_path: Path) -> None:
+def test_every_key_of_the_go_routers_example_is_read(tmp_path: Path) -> None:
     settings = load_settings(["--config_path", write(tmp_path / "config.yaml", GO_ROUTERS_EXAMPLE)], {})
     assert (settings.register_path, settings.log_output, settings.log_max_total_size_mb) == (
         "config/register.yaml",
@@ -182,10 +182,10 @@ def test_every_key_of_the_go_routers_example_is_taken(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_file_sets_without_effect_is_told_in_one_sentence_each(tmp_path: Path) -> None:
+def test_each_setting_without_effect_is_reported_in_one_sentence(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", GO_ROUTERS_EXAMPLE)
-    told = load_settings(["--config_path", path], {}).without_effect
-    assert [sentence.split(" has no effect: ")[0].removeprefix(f"{path}: ") for sentence in told] == [
+    sentences = load_settings(["--config_path", path], {}).without_effect
+    assert [sentence.split(" has no effect: ")[0].removeprefix(f"{path}: ") for sentence in sentences] == [
         "server.mode",
         "scheduler.eviction-interval-secs",
         "scheduler.cache-block-size",
@@ -196,7 +196,7 @@ def test_what_a_file_sets_without_effect_is_told_in_one_sentence_each(tmp_path: 
     ]
 
 
-def test_settings_of_a_file_that_nobody_knows_are_told_in_one_sentence(tmp_path: Path) -> None:
+def test_unknown_settings_of_a_file_are_reported_in_one_sentence(tmp_path: Path) -> None:
     text = """
 server: {prot: 1, port: 2}
 scheduler: {interval-cleanup-secs: 60, kafka-brokers-and-topics: 1}
@@ -213,7 +213,7 @@ other: 5
     )
 
 
-# Every key for which the Go router's ``config.Load`` takes 0, "" or nothing as the default.
+# The keys for which 0, "" or nothing means the default in the Go router's ``config.Load``.
 ZEROS = """
 server: {name: "", port: "", host: "", mode: "", splitwise: false}
 scheduler:
@@ -242,19 +242,19 @@ log: {level: "", output: "", max-age-days: 0, max-total-size-mb: 0, cleanup-inte
 """
 
 
-def test_in_the_go_routers_file_zero_is_the_default(tmp_path: Path) -> None:
+def test_in_the_go_routers_file_zero_means_the_default(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", ZEROS)
     assert load_settings(["--config_path", path], {}) == GO_DEFAULTS
 
 
 @pytest.mark.parametrize("key", sorted(sources._GO_KEYS))
-def test_in_the_go_routers_file_a_key_may_stand_alone(tmp_path: Path, key: str) -> None:
+def test_in_the_go_routers_file_a_key_can_be_without_a_value(tmp_path: Path, key: str) -> None:
     section, _, name = key.partition(".")
     path = write(tmp_path / "config.yaml", f"{section}:\n  {name}:\n")
     assert load_settings(["--config_path", path], {}) == GO_DEFAULTS
 
 
-def test_these_are_all_settings_that_the_go_router_has_a_default_for() -> None:
+def test_these_are_all_settings_with_a_default_in_the_go_router() -> None:
     keys = {f"{section}.{name}" for section, entries in yaml.safe_load(ZEROS).items() for name in entries}
     assert keys == sources._GO_KEYS
     known = {field.metadata["key"] for field in SETTINGS} | sources._WITHOUT_EFFECT.keys()
@@ -262,18 +262,18 @@ def test_these_are_all_settings_that_the_go_router_has_a_default_for() -> None:
     assert {key.rpartition(".")[2] for key in known} >= sources._PROTECTING
 
 
-def test_zero_in_a_setting_that_the_go_router_lacks_is_zero(tmp_path: Path) -> None:
+def test_zero_in_a_setting_that_the_go_router_does_not_have_is_zero(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", "server: {stream-resume-count: 0}")
     assert load_settings(["--config_path", path], {}).stream_resume_count == 0
 
 
-def test_the_go_routers_defaults_hold_in_its_dialect_alone() -> None:
+def test_the_go_routers_defaults_are_used_only_in_its_dialect() -> None:
     assert load_settings([], {}, dialect="go") == GO_DEFAULTS
     assert load_settings([], {}) == RouterSettings()
     assert load_settings(["--waiting-weight", "3"], {}, dialect="go").waiting_weight == 3.0
 
 
-def test_the_flags_of_both_of_fastdeploys_routers_are_taken(tmp_path: Path) -> None:
+def test_the_flags_of_both_of_fastdeploys_routers_are_accepted(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", "server: {host: 127.0.0.1}")
     python = load_settings(["--splitwise", "--preempt-retry-count", "5", "--preempt-retry-exclude-decode"], {})
     assert (python.preempt_retry_count, python.preempt_retry_exclude_decode) == (5, True)
@@ -287,20 +287,22 @@ def test_the_file_of_fastdeploys_python_router_has_its_flags(tmp_path: Path) -> 
     assert settings == RouterSettings(host="127.0.0.1", port=8100, splitwise=True, request_timeout_secs=60.0)
 
 
-def test_a_flag_wins_over_that_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
+def test_a_flag_has_priority_over_that_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "port: 2\nhost: 127.0.0.2\nrequest_timeout_secs:\n")
     settings = load_settings(["--port", "3", f"--config={path}"], {"KVROUTER__HOST": "127.0.0.1"})
     assert (settings.port, settings.host, settings.request_timeout_secs) == (3, "127.0.0.2", 1800.0)
 
 
-def test_of_that_file_unknown_flags_are_told_in_one_sentence(tmp_path: Path) -> None:
+def test_unknown_flags_of_that_file_are_reported_in_one_sentence(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "prot: 2\nzzz: x\nport: 3\n")
-    (told,) = load_settings(["--config", path], {}).without_effect
-    assert told == (f"{path}: these are not settings of the router and have no effect: prot (did you mean port?), zzz")
+    (sentence,) = load_settings(["--config", path], {}).without_effect
+    assert sentence == (
+        f"{path}: these are not settings of the router and have no effect: prot (did you mean port?), zzz"
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("port: soon", "port is 'soon'; it must be a whole number"),
         ("api_key_file: k", "api_key_file is not a setting of the router; did you mean api-keys-file?"),
@@ -308,20 +310,20 @@ def test_of_that_file_unknown_flags_are_told_in_one_sentence(tmp_path: Path) -> 
         ("port: {", "is not YAML"),
     ],
 )
-def test_what_is_wrong_in_that_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_for_a_wrong_value_in_that_file_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path / "c.yaml", text)
     with pytest.raises(SettingsError) as refused:
         load_settings(["--config", path], {})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert path in str(refused.value)
 
 
-def test_one_file_is_given_not_two() -> None:
+def test_two_files_are_refused() -> None:
     with pytest.raises(SettingsError, match="--config and --config_path are both given"):
         load_settings(["--config", "a", "--config-path", "b"], {})
 
 
-def test_a_router_that_was_not_installed_runs_from_its_folder(
+def test_a_router_that_is_not_installed_runs_from_its_checkout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def find_nothing(name: str) -> str:
@@ -342,27 +344,27 @@ def test_the_version_is_printed(flag: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("kvrouter ")
 
 
-def test_a_flag_wins_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
+def test_a_flag_has_priority_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", "server: {port: 2, host: 127.0.0.2}")
     environ = {"KVROUTER__PORT": "1", "KVROUTER__HOST": "127.0.0.1", "KVROUTER__SPLITWISE": "true"}
     settings = load_settings(["--port", "3", "--config-path", path], environ)
     assert (settings.port, settings.host, settings.splitwise) == (3, "127.0.0.2", True)
 
 
-def test_a_file_of_the_go_routers_form_brings_its_dialect(tmp_path: Path) -> None:
+def test_a_file_in_the_go_routers_form_selects_its_dialect(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", "server: {port: 2}")
     assert [load_settings(argv, {}).dialect for argv in ([], ["--config_path", path])] == ["python", "go"]
     assert load_settings([], {}, dialect="go").dialect == "go"
 
 
-def test_a_dialect_that_is_set_wins_over_how_the_router_was_started(tmp_path: Path) -> None:
+def test_a_dialect_that_is_set_has_priority_over_the_way_of_the_start(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", "server: {dialect: python}")
     assert load_settings(["--config_path", path], {}).dialect == "python"
     assert load_settings(["--config_path", path, "--dialect", "go"], {}).dialect == "go"
     assert load_settings([], {"KVROUTER__DIALECT": "python"}, dialect="go").dialect == "python"
 
 
-def test_what_kubernetes_sets_beside_a_service_named_kvrouter_is_left_alone() -> None:
+def test_variables_of_kubernetes_for_a_service_named_kvrouter_are_ignored() -> None:
     assert load_settings([], {"KVROUTER_PORT": "tcp://10.0.0.1:9000"}).port == 9000
 
 
@@ -372,7 +374,7 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--splitwize"], "--splitwize is not a flag of this program; did you mean --splitwise?"),
         (["--port", "x"], "--port is 'x'; it must be a whole number"),
@@ -399,15 +401,15 @@ def test_an_empty_file_or_section_sets_nothing(tmp_path: Path, text: str) -> Non
         (["--config-path", "/no/such/file"], "--config_path /no/such/file: No such file or directory"),
     ],
 )
-def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
+def test_the_error_for_a_wrong_flag_is_one_sentence(argv: list[str], message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings(argv, {})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "server: {api-key-file: k}",
@@ -438,34 +440,34 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], said: str) -> None:
         ("server: {port: !!bool x}", "a value in it cannot be read"),
     ],
 )
-def test_a_wrong_file_is_one_sentence_that_names_the_key(tmp_path: Path, text: str, said: str) -> None:
+def test_the_error_for_a_wrong_file_is_one_sentence_with_the_key(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path / "config.yaml", text)
     with pytest.raises(SettingsError) as refused:
         load_settings(["--config-path", path], {})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert path in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("KVROUTER__PROT", "1", "KVROUTER__PROT is not a setting of the router; did you mean KVROUTER__PORT?"),
         ("KVROUTER__PORT", "x", "environment variable KVROUTER__PORT is 'x'; it must be a whole number"),
     ],
 )
-def test_a_wrong_environment_variable_is_one_sentence(name: str, value: str, said: str) -> None:
+def test_the_error_for_a_wrong_environment_variable_is_one_sentence(name: str, value: str, message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         load_settings([], {name: value})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(("value", "level"), [("1", "debug"), ("true", "debug"), ("0", "info"), ("", "info")])
-def test_fastdeploys_switch_for_debugging_sets_the_level(value: str, level: str) -> None:
+def test_fastdeploys_variable_for_debugging_sets_the_log_level(value: str, level: str) -> None:
     assert load_settings([], {"FD_DEBUG": value}).log_level == level
 
 
-def test_a_level_that_is_given_wins_over_fastdeploys_switch(tmp_path: Path) -> None:
+def test_a_log_level_that_is_set_has_priority_over_fastdeploys_variable(tmp_path: Path) -> None:
     assert load_settings([], {"FD_DEBUG": "1", "KVROUTER__LOG_LEVEL": "error"}).log_level == "error"
     assert load_settings(["--log-level", "warn"], {"FD_DEBUG": "1"}).log_level == "warn"
 
@@ -477,14 +479,14 @@ def test_a_level_that_is_given_wins_over_fastdeploys_switch(tmp_path: Path) -> N
         *("authentication", "requireAuth", "admin-password", "clientSecret"),
     ],
 )
-def test_a_flat_file_with_a_name_that_may_protect_the_router_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_flat_file_with_an_unknown_name_that_may_protect_the_router_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "router.yaml"
     file.write_text(f"{name}: {{api-keys-file: /k}}\n" if name == "server" else f"{name}: /k\n")
     with pytest.raises(SettingsError, match=name):
         load_settings(["--config", str(file)], {})
 
 
-def test_a_setting_of_a_flat_file_is_given_once_however_it_is_written(tmp_path: Path) -> None:
+def test_a_setting_of_a_flat_file_can_be_given_only_once_in_any_spelling(tmp_path: Path) -> None:
     file = tmp_path / "router.yaml"
     file.write_text("admin_token_file: /k\nadmin-token-file: /z\n")
     with pytest.raises(SettingsError, match="admin-token-file is given twice"):

@@ -1,4 +1,4 @@
-"""Certificates and keys as operators have them, right and wrong."""
+"""Files with certificates and keys, correct and wrong ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def load(certfile: Path, keyfile: Path | str) -> None:
 
 
 def damage(path: Path) -> None:
-    """Take a line out of the middle of a file."""
+    """Remove the third line of a file."""
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2] + lines[3:]))
 
 
-def test_a_certificate_and_its_key_may_stand_in_two_files_or_in_one(made: Certificate, tmp_path: Path) -> None:
+def test_a_certificate_and_its_key_can_be_in_two_files_or_in_one(made: Certificate, tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_text("for people\n" + made.certfile.read_text() + made.keyfile.read_text())
     load(made.certfile, made.keyfile)
@@ -83,7 +83,7 @@ def a_damaged_key(made: Certificate) -> str:
 
 
 @pytest.mark.parametrize(
-    "go_wrong",
+    "spoil",
     [
         *(
             another_key,
@@ -96,27 +96,27 @@ def a_damaged_key(made: Certificate) -> str:
         *(no_key_in_the_file, a_damaged_certificate, a_damaged_key),
     ],
 )
-def test_files_that_cannot_be_used_are_one_sentence(made: Certificate, go_wrong: Callable[[Certificate], str]) -> None:
-    said = go_wrong(made).format(cert=made.certfile, key=made.keyfile)
+def test_the_error_for_unusable_files_is_one_sentence(made: Certificate, spoil: Callable[[Certificate], str]) -> None:
+    message = spoil(made).format(cert=made.certfile, key=made.keyfile)
     with pytest.raises(SettingsError) as refused:
         load(made.certfile, made.keyfile)
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
-def test_a_file_with_the_certificate_alone_says_where_to_name_the_key(made: Certificate) -> None:
+def test_the_error_for_a_file_without_a_key_names_the_setting_for_it(made: Certificate) -> None:
     with pytest.raises(SettingsError, match=r"has no private key in it, .*; name its file with server\.ssl-keyfile"):
         load(made.certfile, "")
 
 
 class TestAuthorities:
-    def test_those_of_a_file_are_the_only_ones_trusted(self, made: Certificate) -> None:
+    def test_only_the_authorities_of_the_file_are_trusted(self, made: Certificate) -> None:
         context = read_authorities(str(made.certfile), "manager.instance-ca-file")
         (authority,) = context.get_ca_certs()
         assert authority["subject"] == ((("commonName", "router"),),)
         assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
 
     @pytest.mark.parametrize(
-        ("go_wrong", "said"),
+        ("spoil", "message"),
         [
             (Path.unlink, "manager.instance-ca-file {}: No such file or directory"),
             (damage, "a certificate in manager.instance-ca-file {} is damaged"),
@@ -127,10 +127,10 @@ class TestAuthorities:
             ),
         ],
     )
-    def test_a_file_that_cannot_be_used_is_one_sentence(
-        self, made: Certificate, go_wrong: Callable[[Path], object], said: str
+    def test_the_error_for_an_unusable_file_is_one_sentence(
+        self, made: Certificate, spoil: Callable[[Path], object], message: str
     ) -> None:
-        go_wrong(made.certfile)
+        spoil(made.certfile)
         with pytest.raises(SettingsError) as refused:
             read_authorities(str(made.certfile), "manager.instance-ca-file")
-        assert str(refused.value) == said.format(made.certfile)
+        assert str(refused.value) == message.format(made.certfile)

@@ -1,4 +1,4 @@
-"""read_yaml: a document, or one sentence about the mistake."""
+"""read_yaml: it returns a document, or raises an error of one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_document_is_read(tmp_path: Path, text: str, document: object) -> None
         (b"a: 2026-13-01", "a value in it cannot be read: month must be in 1..12"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_error_is_one_sentence(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "file.yaml"
     path.write_bytes(content)
     with pytest.raises(YamlFileError) as refused:

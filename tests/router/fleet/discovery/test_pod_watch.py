@@ -138,9 +138,7 @@ def test_a_watch_with_a_version_that_is_too_old_lists_the_pods_again(watching: W
     watching.wait_for("b")
 
 
-def test_pods_that_are_deleted_without_a_watch_are_removed(
-    watching: Watching, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pods_that_were_deleted_meanwhile_are_removed(watching: Watching, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "router.fleet.discovery")
     watching.wait_for("a")
     watching.wait_for_watch()
