@@ -319,8 +319,12 @@ class RouterApp:
     def _share_stored_responses(self) -> StoredResponses:
         """Return the index of stored responses. This process and the other processes add entries to it."""
         topic = "kept_responses"
-        stored = StoredResponses(lambda *response: self.link.publish_event(topic, response))
+        stored = StoredResponses(
+            lambda *response: self.link.publish_event(topic, response),
+            lambda response_id: self.link.ask_peers(topic, response_id, everywhere=True),
+        )
         self.link.subscribe_to_topic(topic, stored.on_message)
+        self.link.answer_topic(topic, stored.dump_response)
         return stored
 
     def _answer_other_processes(self) -> None:

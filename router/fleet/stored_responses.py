@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 __all__ = ["StoredResponses"]
 
 MAX_RESPONSES = 100_000
+MAX_ID = 300  # characters of an id
 # Number of bytes that are searched for the id, which is near the beginning of a response or of its first event.
 _HEAD_BYTES = 4096
 # Only the first id counts, which is the response's in vLLM and SGLang. A later one may be in a part of the request that
 # the engine repeats, such as its metadata. A client of vLLM may choose the id, as ``request_id``; the router's paths
 # accept these characters.
-_ID = re.compile(rb'"id"\s*:\s*"(?:([A-Za-z0-9_.:~-]{1,300})")?')
+_ID = re.compile(rb'"id"\s*:\s*"(?:([A-Za-z0-9_.:~-]{1,%d})")?' % MAX_ID)
 
 
 class StoredResponses:
@@ -28,13 +29,17 @@ class StoredResponses:
     The tag of a client is a digest of its name (``access/auth.py``).
     """
 
-    def __init__(self, publish: Callable[[str, str, str], None]) -> None:
+    def __init__(
+        self, publish: Callable[[str, str, str], None], ask: Callable[[str], Awaitable[Sequence[Sequence[str]]]]
+    ) -> None:
         """
         Args:
             publish: sends id, instance and owner of each response that ``record_response`` finds to the other
                 processes.
+            ask: returns what ``dump_response`` of each other process that knows the response returns.
         """
         self._publish = publish
+        self._ask = ask
         self._instances: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     def record_response(self, data: bytes, instance: str, owner: str = "") -> None:
@@ -65,6 +70,19 @@ class StoredResponses:
         self._instances[response_id] = instance, owner
         if len(self._instances) > MAX_RESPONSES:
             self._instances.popitem(last=False)
+
+    async def ask_others(self, response_id: str) -> None:
+        """Ask the other processes which instance stores a response.
+
+        This process may not know it because it started later, or because the shared state could not be reached."""
+        if len(response_id) > MAX_ID:
+            return
+        for instance, owner in await self._ask(response_id):
+            self.add_response(response_id, instance, owner)
+
+    def dump_response(self, response_id: str) -> tuple[str, str] | None:
+        """Return instance and owner of a response; None if it is not known."""
+        return self._instances.get(response_id)
 
     def find_instance(self, response_id: str) -> str | None:
         """Return the key of the instance that stores a response; None if no instance is known to store it."""

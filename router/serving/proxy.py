@@ -416,7 +416,7 @@ class ServingRequest:
         if self._parsed is None:
             self._read_and_send(client)
         else:
-            self._send(self._parsed)
+            self._send_first(self._parsed)
 
     def _read_and_send(self, client: str) -> None:
         """Parse the request and send its first attempt. If the body is large, do both in a task."""
@@ -424,11 +424,32 @@ class ServingRequest:
             self._wait(self._read_large_and_send(client))
         else:
             self._parsed = parsed = self._read_request(client, self._read_head())
-            self._send(parsed)
+            self._send_first(parsed)
 
     async def _read_large_and_send(self, client: str) -> None:
         self._parsed = parsed = await self._read_large(client)
+        self._send_first(parsed)
+
+    def _send_first(self, parsed: ParsedRequest, *, is_asked: bool = False) -> None:
+        """Send the first attempt.
+
+        Args:
+            parsed: the request.
+            is_asked: whether the other processes were asked for the stored response that the request needs.
+        """
+        if stored_id := parsed.stored_id:
+            stored = self._services.stored_responses
+            if not is_asked and stored.find_instance(stored_id) is None:
+                self._wait(self._ask_and_send(parsed))
+                return
+            if not stored.is_open_to(stored_id, self._timeline.tag):
+                message = f"this client has no stored response {stored_id[:100]!r} at this router"
+                raise RequestEnded(ApiError(404, message, "response_not_found"))
         self._send(parsed)
+
+    async def _ask_and_send(self, parsed: ParsedRequest) -> None:
+        await self._services.stored_responses.ask_others(parsed.stored_id)
+        self._send_first(parsed, is_asked=True)
 
     def _go_on(self, attempt: Attempt, is_relayed: bool, is_end: bool) -> None:
         """End or resume the response if its attempt has ended. Call this after each relayed piece.
@@ -541,7 +562,7 @@ class ServingRequest:
         salts = self._services.auth.cache_salts
         derive_salt = partial(salts.derive, client) if salts else None
         parsed = ParsedRequest(request, head, large, derive_salt, self._services.selector.aliases)
-        timeline, stored_responses = self._timeline, self._services.stored_responses
+        timeline = self._timeline
         timeline.request_id, timeline.client_ids = parsed.request_id, parsed.client_ids
         if parsed.api.stores_answers and parsed.body is not None and parsed.body.members.get("background"):
             settings = self._services.settings
@@ -553,9 +574,6 @@ class ServingRequest:
                 )
                 raise RequestEnded(ApiError(400, message, "background_refused", "background"))
         if timeline.tag:
-            if parsed.stored_id and not stored_responses.is_open_to(parsed.stored_id, timeline.tag):
-                message = f"this client has no stored response {parsed.stored_id[:100]!r} at this router"
-                raise RequestEnded(ApiError(404, message, "response_not_found"))
             # The id of a stored response is not changed, because the client uses it in later requests.
             self._response.tag = b"" if parsed.stored_id or parsed.api.stores_answers else timeline.tag.encode()
         seconds = self._services.settings.sse_keepalive_secs

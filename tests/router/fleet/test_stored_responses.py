@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.fleet import StoredResponses
-from router.fleet.stored_responses import MAX_RESPONSES
+from router.fleet.stored_responses import MAX_ID, MAX_RESPONSES
 from tests.router.conftest import MakeRouter, MakeStandIn
 from tests.router.stand_in import Behaviour, Received, Responder
 from tests.support.waiting import wait_until
@@ -132,8 +132,33 @@ def test_a_stored_response_is_found_by_an_id_that_the_client_has_chosen(
             assert router.client.get(f"/v1/responses/{response_id}", headers=bob).status_code == 404
 
 
+def test_a_process_that_does_not_know_a_response_asks_the_others(
+    make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("alice: sk-1\nbob: sk-2\n")
+    instances = stand_in(behave=stores_response("resp_a")), stand_in(behave=stores_response("resp_b"))
+    router = make_router(*instances, workers=2, policy="round_robin", api_keys_file=str(tmp_path / "keys"))
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-1", "sk-2"))
+    for _ in instances:
+        assert router.client.post("/v1/responses", json={"input": "hi"}, headers=alice).status_code == 200
+    last = router.workers[-1]
+    stored = last.app.proxy._services.stored_responses
+    wait_until(lambda: len(stored._instances) == 2, "the other worker's word")
+    for response_id in ("resp_a", "resp_b"):
+        for headers, status in ((bob, 404), (alice, 200)):
+            stored._instances.clear()  # as if this worker had replaced another
+            go_on = {"input": "go on", "previous_response_id": response_id}
+            assert last.client.post("/v1/responses", json=go_on, headers=headers).status_code == status
+        assert last.client.get(f"/v1/responses/{response_id}", headers=alice).json()["id"] == response_id
+    assert last.client.get(f"/v1/responses/{'a' * (MAX_ID + 1)}", headers=alice).status_code == 404
+
+
+async def no_others(_id: str) -> list[list[str]]:
+    return []
+
+
 def test_only_the_last_responses_are_known() -> None:
-    stored_responses = StoredResponses(lambda _id, _instance, _owner: None)
+    stored_responses = StoredResponses(lambda _id, _instance, _owner: None, no_others)
     for number in range(MAX_RESPONSES + 1):
         stored_responses.add_response(f"resp_{number}", "a:1")
     assert stored_responses.find_instance("resp_0") is None
@@ -142,7 +167,7 @@ def test_only_the_last_responses_are_known() -> None:
 
 def test_a_client_cannot_claim_the_response_of_another_client() -> None:
     published: list[tuple[str, str, str]] = []
-    stored = StoredResponses(lambda *response: published.append(response))
+    stored = StoredResponses(lambda *response: published.append(response), no_others)
     stored.record_response(b'{"id": "resp_a", "metadata": null}', "a:1", "-kalice")
     # vLLM repeats the metadata of the request.
     stored.record_response(b'{"id":"x-kbob","metadata":{"id":"resp_a"}}', "a:1", "-kbob")
