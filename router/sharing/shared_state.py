@@ -17,7 +17,7 @@ import re
 import reprlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from router.settings import ROUTER_GONE_SECONDS, SettingsError
@@ -62,8 +62,7 @@ PREFIXES_EXPIRY_SECONDS = 10
 
 # The types of messages that routers send each other; see ``hub.py``.
 _KINDS = frozenset({"publish", "keep", "gone", "ask", "answers", "hello", "limits", "want_prefixes"})
-# Of these, the types that are useless or harmful after an interruption; see ``SharedState._exchange_records``.
-_ONLY_IN_TIME = frozenset({"keep", "ask", "answers", "hello", "want_prefixes"})
+_QUERIES = frozenset({"ask", "answers", "want_prefixes"})
 _PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 
 
@@ -99,7 +98,7 @@ class SharedState:
         # The key of the set of instances, and the prefix of the keys of their records. Redis expires the records by
         # its own clock.
         self._instances, self._record = f"{fleet}:instances", f"{fleet}:instance:"
-        self._waiting: deque[tuple[Any, ...]] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[Sequence[Any]] = deque(maxlen=MAX_WAITING)
         self._has_waiting = asyncio.Event()
         # Other routers: the time of the last message from each, and the names of its processes.
         self._received_at: dict[str, float] = {}
@@ -256,19 +255,11 @@ class SharedState:
                 self._on_message(["keep", key, known[key]])
         # An unsent record may be older than the one in Redis, so the present one is sent in its place.
         unsent = {message[1] for message in self._waiting if message[0] == "keep"}
-        self._remove_late_messages()
+        waiting = [message for message in _remove_late(self._waiting) if message[0] not in ("keep", "hello")]
+        self._waiting = deque(waiting, MAX_WAITING)
         for key, record in self._list_records().items():
             if record != known.get(key) or key in unsent:
                 self.send_message("keep", key, record)
-
-    def _remove_late_messages(self) -> None:
-        """Remove from the unsent messages what other routers must not receive late or twice.
-
-        These are charged tokens, and queries: nobody waits for the answers, and an abort would end later requests.
-        """
-        unsent = [message for message in self._waiting if message[0] not in _ONLY_IN_TIME]
-        uncharged = [(*message[:3], {}) if message[0] == "limits" else message for message in unsent]
-        self._waiting = deque(uncharged, MAX_WAITING)
 
     async def _keep_sending(self) -> None:
         loop = asyncio.get_running_loop()
@@ -315,7 +306,7 @@ class SharedState:
             return
         # After a failure, a router sends the same messages again over a new connection. The network may still deliver
         # the earlier batch over the old connection, even after later batches.
-        is_back = sender in self._last_batches
+        is_back = sender in self._last_batches and sender not in self._received_at
         last = self._last_batches.setdefault(sender, number - 1)
         if number <= last:
             return
@@ -324,23 +315,24 @@ class SharedState:
             self._forget_processes(sender)
         if sender not in self._received_at:
             _log.info("router %s shares its state with this router", sender)
-            if is_back:
-                self.send_message("hello")  # this router has forgotten the other's limits, because it was silent
+            if is_back:  # this router has forgotten the other's limits, because it was silent
+                self.send_message("hello")
         self._received_at[sender] = self._clock()
         for message in batch:
             try:
-                self._on_router_message(sender, message)
+                self._on_router_message(sender, message, may_be_late=is_back)
             except Exception:  # continue with the next message
                 _log.exception("a message from router %s could not be handled: %s", sender, reprlib.repr(message))
 
-    def _on_router_message(self, sender: str, message: list[Any]) -> None:
+    def _on_router_message(self, sender: str, message: list[Any], *, may_be_late: bool) -> None:
         if message[0] not in _KINDS:  # the hub would accept the other types, too, which only its workers may send
             raise ValueError(f"the message has the type {message[0]!r}, which routers do not send")
         if message[0] == "publish":
             self._processes.setdefault(sender, set()).add(message[1])
         elif message[0] == "gone":
             self._processes.get(sender, set()).discard(message[1])
-        self._on_message(message)
+        for each in _remove_late([message]) if may_be_late else [message]:
+            self._on_message(list(each))
 
     def _check_silence(self) -> None:
         """Forget the routers that have sent no message for ``GONE_SECONDS``.
@@ -380,7 +372,16 @@ class SharedState:
         self._on_message(["state", trouble])
 
 
-def _can_be_sent(message: tuple[Any, ...]) -> bool:
+def _remove_late(messages: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Remove from messages what other routers must not receive late or twice.
+
+    These are charged tokens, and queries: nobody waits for the answers, and an abort would end later requests.
+    """
+    in_time = [message for message in messages if message[0] not in _QUERIES]
+    return [(*message[:3], {}) if message[0] == "limits" else message for message in in_time]
+
+
+def _can_be_sent(message: Sequence[Any]) -> bool:
     try:
         pack(["", [message]])
     except ValueError as exc:

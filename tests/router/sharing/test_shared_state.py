@@ -227,6 +227,20 @@ def test_a_router_that_was_silent_is_asked_again_how_much_of_the_limits_it_uses(
     run_two(redis, work)
 
 
+def test_a_query_of_a_router_that_was_silent_is_too_late(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        asked: list[Any] = []
+        second.link.answer_topic("abort", asked.append)
+        for _ in range(2):
+            await first.link.ask_peers("abort", len(asked), everywhere=True)
+            second.shared._forget_router("a")  # as after GONE_SECONDS without a message
+            first.shared.send_message("ask", "a-0", 100, "abort", "late")  # as from a network that was interrupted
+            await until(lambda: second.shared.list_routers() == ["a"])
+        assert asked == [0, 1]
+
+    run_two(redis, work)
+
+
 class Placing:
     """The prefixes that a router's only worker knows."""
 
