@@ -292,7 +292,7 @@ def test_a_router_that_is_its_own_instance_does_not_request_its_models_endlessly
     assert instance.models_asked - before == 1
 
 
-def test_the_routers_on_the_path_of_a_request_are_limited(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_number_of_routers_that_a_request_passes_is_limited(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     client = make_router(stand_in()).client
     for hops, status in ((",a,b,c", 200), (",a" * app.MAX_HOPS, 508)):
         assert client.get("/v1/models", headers={"X-Router-Hops": hops}).status_code == status

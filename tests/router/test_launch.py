@@ -188,7 +188,7 @@ def test_a_signal_ends_an_idle_router_with_0_and_no_traceback(running: Child, nu
 def test_a_running_stream_can_end_after_sigterm(running: Child, stand_in: MakeStandIn) -> None:
     must_go_on = asyncio.Event()
 
-    async def ends_late(request: Received, respond: Responder) -> None:
+    async def end_late(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event("1")
         await must_go_on.wait()
@@ -196,7 +196,7 @@ def test_a_running_stream_can_end_after_sigterm(running: Child, stand_in: MakeSt
         await respond.event("[DONE]")
         await respond.end_stream()
 
-    instance = stand_in("mixed", ends_late)
+    instance = stand_in("mixed", end_late)
     assert instance.register(find_url(running)).status_code == 200
     with plain_http.stream("POST", f"{find_url(running)}/v1/chat/completions", json={}) as response:
         pieces = response.iter_raw()
@@ -220,7 +220,7 @@ def get_readiness(process: Child) -> int:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_router_accepts_requests_after_sigterm_until_its_delay_or_a_second_sigterm(
+def test_a_router_accepts_requests_during_its_shutdown_delay(
     tmp_path: Path, stand_in: MakeStandIn, workers: str
 ) -> None:
     flags = ["--port", "0", "--workers", workers, "--shutdown-delay-secs", "300", "--shutdown-grace-secs", "20"]
@@ -353,14 +353,14 @@ def test_ctrl_c_or_a_second_signal_ends_a_running_stream_with_an_error_event_and
 def test_a_client_that_does_not_read_does_not_delay_the_end(running: Child, stand_in: MakeStandIn) -> None:
     responders: list[Responder] = []
 
-    async def endless(request: Received, respond: Responder) -> None:
+    async def stream_endlessly(request: Received, respond: Responder) -> None:
         responders.append(respond)
         await respond.start_stream()
         while not respond.peer_left.is_set():
             await respond.chunk(b"data: " + b"x" * 65536 + b"\n\n")
         respond.keep_alive = False
 
-    instance = stand_in("mixed", endless)
+    instance = stand_in("mixed", stream_endlessly)
     instance.register(find_url(running))
     with socket.create_connection(("127.0.0.1", int(find_url(running).rpartition(":")[2]))) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")

@@ -97,12 +97,12 @@ def test_vllm_prefill_reports_forbidden_fields(vllm: Any, change: dict[str, Any]
 def test_nixl_decode_refuses_wrong_transfer_parameters(vllm: Any) -> None:
     strict, prefill, decode_ = vllm(lease_s=0.0)
 
-    def given(request_id: str) -> Any:
+    def get_params(request_id: str) -> Any:
         body = {**limit_to_one("/v1/chat/completions"), "kv_transfer_params": NIXL}
         answered = ask(prefill, "/v1/chat/completions", body, {"X-Request-Id": request_id})
         return answered.json()["kv_transfer_params"]
 
-    def refuses(params: Any, request_id: str, sentence: str) -> None:
+    def check_refusal(params: Any, request_id: str, sentence: str) -> None:
         strict.violations.clear()
         headers = {"X-Request-Id": request_id}
         assert ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}, headers).status_code == 500
@@ -111,15 +111,15 @@ def test_nixl_decode_refuses_wrong_transfer_parameters(vllm: Any) -> None:
         assert len(strict.violations) == 2
         assert all(sentence in violation for violation in strict.violations)
 
-    refuses(given("a"), "a", "lease")
+    check_refusal(get_params("a"), "a", "lease")
     strict.lease_s = 30.0
-    refuses(given("b"), "other", "X-Request-Id")
-    refuses({**given("c"), "tp_size": 2}, "c", "changed")
-    refuses({"remote_request_id": "x"}, "d", "no prefill gave out")
-    params = given("e")
+    check_refusal(get_params("b"), "other", "X-Request-Id")
+    check_refusal({**get_params("c"), "tp_size": 2}, "c", "changed")
+    check_refusal({"remote_request_id": "x"}, "d", "no prefill gave out")
+    params = get_params("e")
     ask(decode_, "/v1/chat/completions", {**CHAT, "kv_transfer_params": params}, {"X-Request-Id": "e"})
-    refuses(params, "e", "twice")
-    params = given("f")
+    check_refusal(params, "e", "twice")
+    params = get_params("f")
     strict.violations.clear()
     strict.restart(prefill)
     headers = {"X-Request-Id": "f"}
@@ -131,11 +131,11 @@ def test_nixl_decode_refuses_wrong_transfer_parameters(vllm: Any) -> None:
 def test_nixl_legs_accept_the_ids_of_their_prompt(vllm: Any, path: str) -> None:
     strict, prefill, decode_ = vllm()
     ids = {"prompt_token_ids": list(range(40))}
-    given = ask(prefill, path, {**limit_to_one(path), "kv_transfer_params": {**NIXL, **ids}}).json()[
+    returned = ask(prefill, path, {**limit_to_one(path), "kv_transfer_params": {**NIXL, **ids}}).json()[
         "kv_transfer_params"
     ]
-    assert "prompt_token_ids" not in given
-    body = {**ASKED[path], "stream": True, "kv_transfer_params": {**given, **ids}}
+    assert "prompt_token_ids" not in returned
+    body = {**ASKED[path], "stream": True, "kv_transfer_params": {**returned, **ids}}
     assert read_text(path, ask(decode_, path, body).text) == decode(next_tokens(list(range(40)), 5))
     assert (strict.violations, strict.transfers, strict.stranded) == ([], 1, 0)
 
@@ -143,8 +143,8 @@ def test_nixl_legs_accept_the_ids_of_their_prompt(vllm: Any, path: str) -> None:
 def test_both_nixl_legs_must_get_the_ids(vllm: Any) -> None:
     strict, prefill, decode_ = vllm()
     path = "/v1/chat/completions"
-    given = ask(prefill, path, {**limit_to_one(path), "kv_transfer_params": NIXL}).json()["kv_transfer_params"]
-    ask(decode_, path, {**CHAT, "kv_transfer_params": {**given, "prompt_token_ids": [1, 2]}})
+    returned = ask(prefill, path, {**limit_to_one(path), "kv_transfer_params": NIXL}).json()["kv_transfer_params"]
+    ask(decode_, path, {**CHAT, "kv_transfer_params": {**returned, "prompt_token_ids": [1, 2]}})
     assert "not the one that prefill computed" in "".join(strict.violations)
 
 

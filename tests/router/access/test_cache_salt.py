@@ -27,7 +27,7 @@ def test_the_salt_depends_on_the_key() -> None:
 
 
 class TestInstancesWithoutSalts:
-    """With ``--cache-salt-per-key``, each instance that may not support salts is logged."""
+    """An instance that may not support salts is logged with ``--cache-salt-per-key``."""
 
     @pytest.fixture
     def router(self, make_router: MakeRouter, tmp_path: Path) -> RouterUnderTest:

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from router.access.line import MAX_PASSED_OVER, WaitingLine
 
 
-def anyone(_: str) -> bool:
+def admit_any(_: str) -> bool:
     return True
 
 
 def take_all(line: WaitingLine[str]) -> list[str]:
     taken = []
-    while (place := line.take_next(anyone)) is not None:
+    while (place := line.take_next(admit_any)) is not None:
         taken.append(place.turn)
     return taken
 
@@ -78,7 +78,7 @@ def test_every_waiter_is_served_within_a_bound(
         for priority in meanwhile[turn % len(meanwhile)]:
             number += 1
             line.join_line(priority, f"new{number}", number)
-        place = line.take_next(anyone)
+        place = line.take_next(admit_any)
         assert place is not None
         if place.turn == waiter:
             return

@@ -172,7 +172,7 @@ def spellings(path: str) -> Iterator[str]:
 
 
 def test_each_path_is_answered_as_the_table_says(system: System) -> None:
-    """For each path, method and role, the status is right, and instances get only requests that the table forwards."""
+    """The status is right for each path, method and role. Instances get only requests that the table forwards."""
     for route in ROUTES:
         for method in METHODS:
             for role in SECRETS:

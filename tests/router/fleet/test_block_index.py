@@ -46,7 +46,7 @@ def router(make_router: MakeRouter) -> RouterUnderTest:
     return make_router(kv_events=True)
 
 
-def stored(tokens: Sequence[int], hashes: Sequence[int], parent: int | None = None, **members: Any) -> BlockStored:
+def make_event(tokens: Sequence[int], hashes: Sequence[int], parent: int | None = None, **members: Any) -> BlockStored:
     return BlockStored(list(hashes), parent, list(tokens), SIZE, **members)
 
 
@@ -133,7 +133,7 @@ class TestConductor:
         wait_until(
             lambda: self.ask_for(router, publisher, tokens)["instances"] == {"engine-a": entry(0)}, "the empty cache"
         )
-        publisher.publish(stored(range(32), [7, 8]))
+        publisher.publish(make_event(range(32), [7, 8]))
         wait_until(
             lambda: self.ask_for(router, publisher, tokens)["instances"] == {"engine-a": entry(32)}, "two blocks"
         )
@@ -147,8 +147,8 @@ class TestConductor:
         with event_publisher() as second:
             for rank, each in enumerate((publisher, second)):
                 pack(router, "/register", {**self.registration, **each.fields, "dp_rank": rank})
-            publisher.publish(stored(range(16), [1]))
-            second.publish(stored(range(32), [1, 2]))
+            publisher.publish(make_event(range(16), [1]))
+            second.publish(make_event(range(32), [1, 2]))
 
             dp = {"0": 16, "1": 32}
 
@@ -196,7 +196,7 @@ class TestRfc:
             **publisher.fields,
         }
         assert router.client.post("/register", json=registration).status_code == 200
-        publisher.publish(stored(range(32), [1234567890, 9876543210]))
+        publisher.publish(make_event(range(32), [1234567890, 9876543210]))
         question: dict[str, Any] = {
             "model": "deepseek",
             "lora_name": "sql-adapter",
@@ -222,7 +222,7 @@ class TestRfc:
     def test_hashes_that_it_recommends_are_found(self, router: RouterUnderTest, publisher: EventPublisher) -> None:
         """``seq_hash[i] = XXH3(seq_hash[i-1]_le || local_block_hash[i]_le, S)``; S is Dynamo's 1337."""
         register(router, publisher)
-        publisher.publish(stored(range(48), [5, 6, 7]))
+        publisher.publish(make_event(range(48), [5, 6, 7]))
         local = [xxhash.xxh3_64_intdigest(struct.pack("<16I", *range(at, at + 16)), 1337) for at in (0, 16, 32)]
         names = itertools.accumulate(
             local, lambda name, content: xxhash.xxh3_64_intdigest(struct.pack("<QQ", name, content), 1337)
@@ -235,7 +235,7 @@ class TestDynamo:
 
     def test_its_examples_are_answered(self, router: RouterUnderTest, publisher: EventPublisher) -> None:
         assert register(router, publisher).status_code == 200
-        publisher.publish(stored(range(1, 17), [-5]))
+        publisher.publish(make_event(range(1, 17), [-5]))
         tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
         assert wait_for_match(router, publisher, 16, token_ids=tokens) == entry(16)
         content = xxhash.xxh3_64_intdigest(struct.pack("<16I", *tokens), 1337)
@@ -252,8 +252,8 @@ class TestDynamo:
         """``compute_salt_hash`` in ``lib/kv-hashing``; vLLM names a salt in the first block's ``extra_keys``."""
         register(router, publisher)
         publisher.publish(
-            stored(range(16), [1], lora_name="sql", extra_keys=[["sql", "tenant-a"]]),
-            stored(range(16, 32), [2], parent=1, lora_name="sql", extra_keys=[["sql"]]),
+            make_event(range(16), [1], lora_name="sql", extra_keys=[["sql", "tenant-a"]]),
+            make_event(range(16, 32), [2], parent=1, lora_name="sql", extra_keys=[["sql"]]),
         )
         prompt: dict[str, Any] = {"token_ids": list(range(32))}
         wait_for_match(router, publisher, 32, lora_name="sql", cache_salt="tenant-a", **prompt)
@@ -276,7 +276,7 @@ def test_an_instance_that_publishes_is_in_the_index_with_its_address(
     instance = stand_in()
     instance.extra_fields["kv_events"] = publisher.fields
     router = make_router(instance, kv_events=True, model_alias=["chat=m"])
-    publisher.publish(stored(range(32), [1, 2]))
+    publisher.publish(make_event(range(32), [1, 2]))
     for model in ("m", "chat", "default"):
         wait_for_match(router, publisher, 32, instance.key, model_name=model, token_ids=list(range(40)))
     assert ask(router, token_ids=[], tenant_id="other")["instances"] == {}
@@ -288,24 +288,24 @@ def test_an_instance_that_publishes_is_in_the_index_with_its_address(
 
 def test_a_removed_block_ends_the_prefix(router: RouterUnderTest, publisher: EventPublisher) -> None:
     register(router, publisher)
-    publisher.publish(stored(range(48), [1, 2, 3]))
+    publisher.publish(make_event(range(48), [1, 2, 3]))
     prompt: dict[str, Any] = {"token_ids": list(range(48))}
     wait_for_match(router, publisher, 48, **prompt)
     publisher.publish(BlockRemoved([2]))
     wait_for_match(router, publisher, 16, **prompt)
     assert ask(router, "/query_by_hash", seq_hashes=[1, 2, 3])["instances"]["1"]["gpu"] == 16
-    publisher.publish(stored(range(16, 32), [2], parent=1))
+    publisher.publish(make_event(range(16, 32), [2], parent=1))
     wait_for_match(router, publisher, 48, **prompt)
     publisher.publish(AllBlocksCleared())
     wait_for_match(router, publisher, 0, **prompt)
 
 
 def test_a_degraded_instance_is_in_a_separate_list(router: RouterUnderTest, publisher: EventPublisher) -> None:
-    publisher.publish(stored(range(16), [1]))
+    publisher.publish(make_event(range(16), [1]))
     del publisher.sent[0]
     register(router, publisher)
-    publisher.publish(stored(range(16, 32), [2], parent=1))
-    publisher.publish(stored(range(100, 116), [3]))
+    publisher.publish(make_event(range(16, 32), [2], parent=1))
+    publisher.publish(make_event(range(100, 116), [3]))
     prompt: dict[str, Any] = {"token_ids": list(range(100, 116))}
 
     def is_known() -> bool:
@@ -328,7 +328,7 @@ def test_blocks_that_tokens_do_not_identify_are_found_by_hash_only(
     router: RouterUnderTest, publisher: EventPublisher, members: dict[str, Any], tokens: int
 ) -> None:
     register(router, publisher)
-    publisher.publish(stored(range(32), [1, 2], **members))
+    publisher.publish(make_event(range(32), [1, 2], **members))
     wait_for_match(router, publisher, 32, path="/query_by_hash", seq_hashes=[1, 2])
     assert ask(router, token_ids=list(range(32)))["instances"]["1"]["gpu"] == tokens
 
@@ -338,7 +338,7 @@ def test_blocks_without_valid_tokens_are_found_by_hash_only(
     router: RouterUnderTest, publisher: EventPublisher, tokens: Sequence[int]
 ) -> None:
     register(router, publisher)
-    publisher.publish(stored(tokens, [1, 2]))
+    publisher.publish(make_event(tokens, [1, 2]))
     wait_for_match(router, publisher, 32, path="/query_by_hash", seq_hashes=[1, 2])
     assert ask(router, token_ids=list(range(32)))["instances"]["1"]["gpu"] == 0
 
@@ -348,7 +348,7 @@ def test_hashes_of_32_bytes_are_sent_in_hexadecimal_form(router: RouterUnderTest
     register(router, publisher)
     publisher.publish(BlockStored([b"\x07" * 32], None, [], SIZE))
     wait_for_match(router, publisher, 16, path="/query_by_hash", block_hash=["07" * 32])
-    publisher.publish(stored(range(16), [5]))
+    publisher.publish(make_event(range(16), [5]))
     wait_for_match(router, publisher, 16, path="/query_by_hash", block_hash=[5])
     assert ask(router, "/query_by_hash", block_hash=["08" * 32, 5])["instances"]["1"]["gpu"] == 0
 
@@ -357,7 +357,7 @@ def test_workers_know_the_same_publishers(make_router: MakeRouter, publisher: Ev
     first, second = make_router(kv_events=True, workers=2).workers
     assert register(first, publisher).status_code == 200
     assert list(publishers_of(second)) == ["1|default|0"]
-    publisher.publish(stored(range(16), [1]))
+    publisher.publish(make_event(range(16), [1]))
     for worker in (first, second):
         wait_for_match(worker, publisher, 16, token_ids=list(range(16)))
     assert register(second, publisher, block_size=32).status_code == 400

@@ -1,4 +1,4 @@
-"""How the router detects that instances end and return. Instances are stand-ins."""
+"""Probes and connections show the router that instances end and return. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_probes_detect_that_an_instance_becomes_unhealthy_and_healthy_again(
     instance.health = 500
     wait_until(lambda: states(router) == ["unhealthy"], "the failed probes")
     instance.health = 200
-    wait_until(lambda: states(router) == ["healthy"], "the good probe")
+    wait_until(lambda: states(router) == ["healthy"], "the passed probe")
 
 
 def test_a_hanging_instance_does_not_delay_the_probes_of_others(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
@@ -197,7 +197,7 @@ def test_a_refused_connection_makes_an_instance_unhealthy(make_router: MakeRoute
 
 
 class Upstream:
-    """Connections whose probes fail with ``error``, or pass."""
+    """Connections on which probes fail with ``error``, or pass."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

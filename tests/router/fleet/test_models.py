@@ -419,7 +419,7 @@ def test_equal_prompts_of_two_models_share_no_prefix(make_router: MakeRouter, st
 
 
 def test_each_model_has_its_own_turn_of_round_robin(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
-    """With one turn for all models, alternating requests would always get the same one of two instances."""
+    """A common turn would always give the same one of two instances to requests that alternate."""
     instances = start_mixed(stand_in, ("a",), ("a",), ("b",), ("b",))
     router = make_router(*instances, policy="round_robin")
     for number in range(16):

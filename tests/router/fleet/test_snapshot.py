@@ -286,15 +286,15 @@ def test_a_file_that_is_no_snapshot_is_renamed_not_replaced(path: Path, caplog: 
     keeper = snapshot(path)
     keeper.restore(now=0.0)
     keeper.save()
-    aside = path.with_name(path.name + ".other")
-    assert aside.read_text() == "words"
-    assert f"; it is now {aside}" in caplog.text
+    renamed = path.with_name(path.name + ".other")
+    assert renamed.read_text() == "words"
+    assert f"; it is now {renamed}" in caplog.text
     path.write_bytes(path.read_bytes()[:40])
     keeper.restore(now=0.0)  # a damaged snapshot may be replaced
-    assert aside.read_text() == "words"
+    assert renamed.read_text() == "words"
     path.write_text("more words")
     keeper.restore(now=0.0)
-    assert (aside.read_text(), aside.with_name(aside.name + "1").read_text()) == ("words", "more words")
+    assert (renamed.read_text(), renamed.with_name(renamed.name + "1").read_text()) == ("words", "more words")
 
 
 def test_a_failure_to_write_is_logged_and_leaves_no_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:

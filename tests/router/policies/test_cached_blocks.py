@@ -64,7 +64,7 @@ class ModelInstance:
         return [hash(text[:end]) for end in range(step, len(text) + 1, step)]
 
 
-class Placed:
+class PolicyWithInstance:
     """A policy with one instance that publishes events."""
 
     def __init__(self, capacity: int) -> None:
@@ -96,7 +96,7 @@ def words(chance: random.Random, count: int) -> str:
 
 
 def test_the_next_turn_is_expected_to_hit_the_last_turn_and_its_response() -> None:
-    chance, placed = random.Random(1), Placed(capacity=10_000)
+    chance, placed = random.Random(1), PolicyWithInstance(capacity=10_000)
     prompt = words(chance, 500)
     for turn in range(5):
         answer = words(chance, 60)
@@ -106,7 +106,7 @@ def test_the_next_turn_is_expected_to_hit_the_last_turn_and_its_response() -> No
 
 
 def test_evicted_blocks_are_not_expected() -> None:
-    chance, placed = random.Random(2), Placed(capacity=100)
+    chance, placed = random.Random(2), PolicyWithInstance(capacity=100)
     first = words(chance, 700)
     placed.ask(first, "")
     placed.ask(words(chance, 1500), "")
@@ -116,7 +116,7 @@ def test_evicted_blocks_are_not_expected() -> None:
 
 
 def test_no_blocks_are_expected_after_a_clear() -> None:
-    chance, placed = random.Random(3), Placed(capacity=1000)
+    chance, placed = random.Random(3), PolicyWithInstance(capacity=1000)
     prompt = words(chance, 500)
     placed.ask(prompt, "")
     placed.instance.clear()
@@ -127,7 +127,7 @@ def test_no_blocks_are_expected_after_a_clear() -> None:
 
 
 def test_a_prompt_that_diverges_from_a_conversation_is_not_expected_to_hit_its_response() -> None:
-    chance, placed = random.Random(4), Placed(capacity=1000)
+    chance, placed = random.Random(4), PolicyWithInstance(capacity=1000)
     prompt, answer = words(chance, 500), words(chance, 200)
     placed.ask(prompt, answer)
     _, expected, cached = placed.ask(prompt[:-80] + words(chance, 300), "")
@@ -137,7 +137,7 @@ def test_a_prompt_that_diverges_from_a_conversation_is_not_expected_to_hit_its_r
 @pytest.mark.parametrize("seed", range(20))
 def test_an_exact_expectation_is_right_after_any_requests_and_evictions(seed: int) -> None:
     chance = random.Random(seed)
-    placed = Placed(capacity=chance.choice((50, 150, 400, 5000)))
+    placed = PolicyWithInstance(capacity=chance.choice((50, 150, 400, 5000)))
     conversations = [words(chance, chance.randrange(70, 400)) for _ in range(8)]
     wrong = []
     for _ in range(60):
@@ -228,7 +228,7 @@ def test_a_part_of_a_block_does_not_change_the_size_of_blocks() -> None:
 def test_a_block_with_two_copies_is_cached_until_both_are_evicted() -> None:
     dropped = list[int]()
     cache = CachedBlocks(dropped.extend)
-    for _ in range(2):  # as vLLM does with the last block of a prompt of which all blocks are cached
+    for _ in range(2):  # as vLLM does with the last block of a completely cached prompt
         cache.store_blocks([1, 2, 3], None, 100)
     cache.associate(prompt_of([11, 12, 13], 300), 3)
     cache.remove_blocks([3, 2])
@@ -317,7 +317,7 @@ def test_a_prompt_of_another_process_is_associated_by_its_last_block() -> None:
 
 
 def test_removed_blocks_leave_no_data() -> None:
-    chance, placed = random.Random(5), Placed(capacity=60)
+    chance, placed = random.Random(5), PolicyWithInstance(capacity=60)
     for _ in range(30):
         placed.ask(words(chance, 100), words(chance, 20))
         placed.ask(words(chance, 100), "")
@@ -465,7 +465,7 @@ def test_blocks_after_an_unknown_block_are_not_orphans_when_it_is_stored() -> No
 
 
 def test_chunks_of_an_exact_instance_without_a_known_block_expire() -> None:
-    chance, placed = random.Random(6), Placed(capacity=10_000)
+    chance, placed = random.Random(6), PolicyWithInstance(capacity=10_000)
     known, unknown = words(chance, 300), words(chance, 300)
     placed.ask(known, "")
     placed.policy._kept_seconds = 60.0
@@ -479,7 +479,7 @@ def test_chunks_of_an_exact_instance_without_a_known_block_expire() -> None:
     assert [own_tokens(placed, each) for each in (longer, unknown)] == pytest.approx(expected, abs=200)
 
 
-def own_tokens(placed: Placed, prompt: str) -> float:
+def own_tokens(placed: PolicyWithInstance, prompt: str) -> float:
     """Return the number of a prompt's tokens that the policy expects in the instance's cache."""
     features = placed.features(prompt)
     matches = placed.policy._index.look_up(features.chunks, placed.policy._kept_seconds)

@@ -282,8 +282,8 @@ class Model:
         return chunk in self.used_at and self.now - self.used_at[chunk] <= self.lifetime
 
     def holds(self, key: str, chunk: int, kept_seconds: float) -> bool:
-        is_kept = self.now - self.used_at[chunk] <= kept_seconds or chunk in self.caches.get(key, ())
-        return key in self.holders[chunk] and is_kept
+        is_retained = self.now - self.used_at[chunk] <= kept_seconds or chunk in self.caches.get(key, ())
+        return key in self.holders[chunk] and is_retained
 
     def look_up(self, prompt: Sequence[int], kept_seconds: float) -> tuple[int, dict[str, int]]:
         pool = next((end for end, chunk in enumerate(prompt) if not self.has(chunk)), len(prompt))

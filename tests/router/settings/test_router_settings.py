@@ -61,9 +61,7 @@ def test_a_preempted_request_is_continued_three_times_by_default() -> None:
         ("max_concurrent_requests_per_key", 1, "but clients have no API keys"),
     ],
 )
-def test_the_error_for_a_value_out_of_bounds_is_one_sentence_with_the_key(
-    setting: str, value: object, message: str
-) -> None:
+def test_the_error_for_a_wrong_value_is_one_sentence_with_the_key(setting: str, value: object, message: str) -> None:
     with pytest.raises(SettingsError) as refused:
         RouterSettings(**{setting: value})  # type: ignore[arg-type]
     assert message in str(refused.value)

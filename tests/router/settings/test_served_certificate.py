@@ -132,9 +132,7 @@ def test_a_temporarily_missing_file_has_no_effect(
     asyncio.run(run())
 
 
-def test_all_processes_of_a_router_use_the_renewed_certificate(
-    first: Certificate, renewed: Certificate, tmp_path: Path
-) -> None:
+def test_all_processes_use_the_renewed_certificate(first: Certificate, renewed: Certificate, tmp_path: Path) -> None:
     old, new = first.trust(), renewed.trust()
     argv = [sys.executable, "-m", "router.launch", "--host", "127.0.0.1", "--port", "0", "--workers", "2"]
     argv += ["--ssl-certfile", str(first.certfile), "--ssl-keyfile", str(first.keyfile)]

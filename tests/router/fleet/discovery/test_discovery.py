@@ -111,7 +111,7 @@ def test_a_pod_without_a_role_is_logged_once(
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm"}))
     router = discovering(splitwise=True)
     message = "pod ns/a is not registered: it has no role; label it kvrouter/role=prefill or kvrouter/role=decode"
-    wait_until(lambda: message in caplog.messages, "the sentence")
+    wait_until(lambda: message in caplog.messages, "the log line")
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm", "kvrouter/role": "decode"}))
     wait_for(router, {"ns/a": "healthy"})
     assert caplog.messages.count(message) == 1
