@@ -19,14 +19,14 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.console.drain.POLL_SECONDS", 0.02)
     monkeypatch.setattr("router.console.drain.EMPTY_SECONDS", 0.1)
 
 
 @contextlib.contextmanager
 def run_request(router: RouterUnderTest) -> Iterator[None]:
-    """A stream that runs, and at the end has been whole."""
+    """Run a stream during the block, then read it to its end."""
     with router.stream() as response:
         pieces = response.iter_raw()
         next(pieces)
@@ -35,7 +35,7 @@ def run_request(router: RouterUnderTest) -> Iterator[None]:
 
 
 class Draining(threading.Thread):
-    """``kvrouter drain`` beside the test."""
+    """``kvrouter drain`` in a thread."""
 
     def __init__(self, *argv: str) -> None:
         super().__init__(daemon=True)
@@ -48,22 +48,22 @@ class Draining(threading.Thread):
 
     def wait(self) -> int:
         self.join(30)
-        assert self.status is not None, "it does not end"
+        assert self.status is not None, "kvrouter drain does not end"
         return self.status
 
 
 def at(router: RouterUnderTest) -> tuple[str, str, str]:
-    """At this router, also the last instance of a role."""
+    """Return the flags to drain an instance at this router, even the last one of a role."""
     return "--router", router.url, "--force"
 
 
-def state(router: RouterUnderTest, instance: StandIn) -> str:
+def get_state(router: RouterUnderTest, instance: StandIn) -> str:
     known = router.app.registry.get(instance.key)
     assert known is not None
     return known.state
 
 
-def test_a_drained_instance_is_told_with_what_it_still_runs(
+def test_a_drain_prints_the_number_of_running_requests(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = stand_in()
@@ -72,7 +72,7 @@ def test_a_drained_instance_is_told_with_what_it_still_runs(
     assert capsys.readouterr().out == f"{instance.key} is draining, with 0 requests running\n"
 
 
-def test_with_wait_it_ends_when_the_last_request_has_ended_at_whichever_worker(
+def test_with_wait_the_program_waits_for_the_requests_of_all_workers(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_end, other_may_end = threading.Event(), threading.Event()
@@ -81,19 +81,19 @@ def test_with_wait_it_ends_when_the_last_request_has_ended_at_whichever_worker(
         stand_in("mixed", streams_until(other_may_end)),
     )
     first, second = make_router(instance, second_instance, workers=2).workers
-    for each in (first, second):  # an instance each: equal loads take turns
+    for each in (first, second):  # so that all requests go to the first instance
         each.client.post("/admin/weight", json={"instance": second_instance.key, "weight": 0})
     with run_request(second):
         draining = Draining(instance.key, second_instance.key, "--wait", *at(first))
-        wait_until(lambda: state(second, instance) == "draining", "the order")
-        told: list[str] = []
+        wait_until(lambda: get_state(second, instance) == "draining", "the order")
+        printed: list[str] = []
 
-        def is_told(sentence: str) -> bool:
-            told.append(capsys.readouterr().out)
-            return sentence in "".join(told)
+        def is_printed(sentence: str) -> bool:
+            printed.append(capsys.readouterr().out)
+            return sentence in "".join(printed)
 
-        wait_until(lambda: is_told(f"{second_instance.key} is empty"), "the other instance to be empty")
-        assert is_told(f"{instance.key} is draining, with 1 request running\n")
+        wait_until(lambda: is_printed(f"{second_instance.key} is empty"), "the message about the second instance")
+        assert is_printed(f"{instance.key} is draining, with 1 request running\n")
         assert draining.is_alive()
         may_end.set()
     assert draining.wait() == 0
@@ -103,7 +103,7 @@ def test_with_wait_it_ends_when_the_last_request_has_ended_at_whichever_worker(
     )
 
 
-def test_a_request_that_does_not_end_is_told_when_the_time_is_over(
+def test_a_request_that_runs_longer_than_the_wait_is_reported(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_end = threading.Event()
@@ -115,7 +115,7 @@ def test_a_request_that_does_not_end_is_told_when_the_time_is_over(
         may_end.set()
 
 
-def test_undrain_takes_the_order_back(
+def test_undrain_cancels_the_drain(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = stand_in()
@@ -127,33 +127,33 @@ def test_undrain_takes_the_order_back(
 
 
 @pytest.mark.parametrize(
-    ("registers", "says"),
+    ("is_resumed", "message"),
     [
         pytest.param(True, "takes requests again: it was restarted, or somebody cancelled the drain", id="undrained"),
         pytest.param(False, "is no longer registered at the router", id="gone"),
     ],
 )
-def test_one_that_is_not_what_it_was_is_not_waited_for(
-    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str], registers: bool, says: str
+def test_the_wait_ends_if_the_instance_is_resumed_or_removed(
+    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str], is_resumed: bool, message: str
 ) -> None:
     may_end = threading.Event()
     instance = stand_in("mixed", streams_until(may_end))
     router = make_router(instance)
     with run_request(router):
         draining = Draining(instance.key, "--wait", *at(router))
-        wait_until(lambda: state(router, instance) == "draining", "the order")
+        wait_until(lambda: get_state(router, instance) == "draining", "the order")
         known = router.app.registry.get(instance.key)
         assert known is not None
-        if registers:
+        if is_resumed:
             router.client.post("/admin/resume", json={"instance": instance.key})
         else:
             router.thread.loop.call_soon_threadsafe(router.app.registry.remove, known)
         assert draining.wait() == 1
         may_end.set()
-    assert capsys.readouterr().err == f"kvrouter drain: {instance.key} {says}\n"
+    assert capsys.readouterr().err == f"kvrouter drain: {instance.key} {message}\n"
 
 
-def test_a_hook_in_the_instances_pod_needs_its_port_and_the_token_of_instances(
+def test_a_hook_in_a_pod_needs_only_the_instances_port_and_the_register_token(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     tokens = {}
@@ -168,13 +168,13 @@ def test_a_hook_in_the_instances_pod_needs_its_port_and_the_token_of_instances(
     assert registered.status_code == 200
     hook = ["--self-port", str(instance.port), "--wait", "30", "--token-file", str(tokens["register"]), *at(router)]
     assert main(hook) == 0
-    assert state(router, instance) == "draining"
+    assert get_state(router, instance) == "draining"
     known = router.app.registry.get(instance.key)
     assert known is not None
     assert known.drains_until_restart
 
 
-def test_a_drain_that_does_not_end_with_a_restart_is_told(
+def test_until_restart_warns_of_an_earlier_drain_that_a_restart_does_not_end(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = stand_in()
@@ -197,38 +197,36 @@ def test_a_drain_that_does_not_end_with_a_restart_is_told(
     )
 
 
-def test_this_machine_is_found_by_its_way_to_the_router() -> None:
+def test_the_own_address_is_that_of_the_connection_to_the_router() -> None:
     assert find_own_address("http://127.0.0.1:1") == "127.0.0.1"
 
 
-def test_a_hook_gives_its_order_again_to_a_router_that_was_started_anew(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_hook_repeats_its_order_to_a_router_that_has_lost_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     may_end = threading.Event()
     instance = stand_in("mixed", streams_until(may_end))
     router = make_router(instance)
     with run_request(router):
         draining = Draining("--self-port", str(instance.port), "--wait", *at(router))
-        wait_until(lambda: state(router, instance) == "draining", "the order")
+        wait_until(lambda: get_state(router, instance) == "draining", "the order")
         router.client.post("/admin/resume", json={"instance": instance.key})
-        wait_until(lambda: state(router, instance) == "draining", "the order's return")
+        wait_until(lambda: get_state(router, instance) == "draining", "the order's return")
         may_end.set()
     assert draining.wait() == 0
 
 
-def test_a_router_that_is_away_for_a_while_is_asked_again_by_those_who_wait(
+def test_the_wait_for_an_unreachable_router_ends_with_one_sentence(
     stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
     monkeypatch.setattr("router.console.drain.AWAY_SECONDS", 0.2)
     assert main(["127.0.0.1:1", "127.0.0.1:2", "--wait", "--router", f"127.0.0.1:{port}"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"kvrouter drain: the router at http://127.0.0.1:{port} does not answer")
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"kvrouter drain: the router at http://127.0.0.1:{port} does not answer")
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         ([], "no instance to drain is named; give HOST:PORT or, for the instance on this machine, --self-port PORT"),
         (["h:1", "--undrain", "--wait"], "--undrain cancels a drain and --wait is for a drain; give only one of them"),
@@ -236,34 +234,32 @@ def test_a_router_that_is_away_for_a_while_is_asked_again_by_those_who_wait(
         (["--self-port", "0"], "'0' is not a port, a number from 1 to 65535"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_refused(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_command_line_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--wait", "5"], ["--until-restart"]])
-def test_the_last_instance_of_its_role_is_drained_by_force_only(
+def test_the_last_instance_of_a_role_is_drained_only_with_force(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     prefill, decode, other = stand_in("prefill"), stand_in("decode"), stand_in("decode")
     router = make_router(prefill, decode, other, splitwise=True)
-    there = ["--router", router.url]
-    assert main([decode.key, *flags, *there]) == 0
-    assert main([prefill.key, other.key, *flags, *there]) == 1
-    told = capsys.readouterr().err
-    assert told == (
+    router_flags = ["--router", router.url]
+    assert main([decode.key, *flags, *router_flags]) == 0
+    assert main([prefill.key, other.key, *flags, *router_flags]) == 1
+    printed = capsys.readouterr().err
+    assert printed == (
         "kvrouter drain: no decode instance of m and no prefill instance of m would take requests any more; nothing "
         "was drained. Start another instance first, or use --force\n"
     )
-    assert (state(router, prefill), state(router, other)) == ("healthy", "healthy")
-    assert main([other.key, *flags, *there, "--force"]) == 0
-    assert state(router, other) == "draining"
+    assert (get_state(router, prefill), get_state(router, other)) == ("healthy", "healthy")
+    assert main([other.key, *flags, *router_flags, "--force"]) == 0
+    assert get_state(router, other) == "draining"
 
 
 @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1), ("", 1)])
-def test_on_a_terminal_the_last_instance_is_drained_when_somebody_says_yes(
+def test_on_a_terminal_the_last_instance_is_drained_only_after_a_yes(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, answer: str, status: int
 ) -> None:
     instance = stand_in()
@@ -278,10 +274,10 @@ def test_on_a_terminal_the_last_instance_is_drained_when_somebody_says_yes(
     monkeypatch.setattr("router.console.drain._is_terminal", lambda: True)
     assert main([instance.key, "--router", router.url]) == status
     assert asked == ["no mixed instance of m would take requests any more; drain anyway? [y/N] "]
-    assert state(router, instance) == ("draining" if status == 0 else "healthy")
+    assert get_state(router, instance) == ("draining" if status == 0 else "healthy")
 
 
-def test_an_instances_own_hook_is_warned_and_not_refused(
+def test_a_hook_drains_the_last_instance_with_a_warning(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = stand_in()
@@ -290,7 +286,7 @@ def test_an_instances_own_hook_is_warned_and_not_refused(
     assert capsys.readouterr().err == "kvrouter drain: warning: no mixed instance of m would take requests any more\n"
 
 
-def test_an_instance_that_nobody_knows_is_told_with_those_that_are(
+def test_the_refusal_of_an_unknown_instance_lists_the_known_ones(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = stand_in()
@@ -302,7 +298,7 @@ def test_an_instance_that_nobody_knows_is_told_with_those_that_are(
     )
 
 
-def test_on_a_terminal_the_last_word_on_each_instance_stays(
+def test_on_a_terminal_the_last_message_about_an_instance_remains(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -1,4 +1,4 @@
-"""kvrouter replay: the timeline of what a flight recorder has written."""
+"""kvrouter replay: the timeline of a flight recorder's files."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def write(path: Path, *entries: dict[str, Any]) -> Path:
 
 
 def show(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    """The lines of a timeline behind the first, without the times."""
+    """Return the lines of a timeline after the first one, without the times."""
     assert main([str(each) for each in arguments]) == 0
     return [line[14:] for line in capsys.readouterr().out.splitlines()[1:]]
 
 
-def test_a_request_is_its_arrival_its_attempts_and_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_has_its_arrival_attempts_and_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, REQUEST, STOP)
     assert main([str(path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
@@ -66,7 +66,7 @@ def test_a_request_is_its_arrival_its_attempts_and_its_end(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"healthy": False, "why": "refused a connection"}, "is unhealthy: refused a connection"),
         ({"draining": True}, "drains"),
@@ -76,11 +76,11 @@ def test_a_request_is_its_arrival_its_attempts_and_its_end(tmp_path: Path, capsy
     ],
 )
 def test_a_change_of_an_instance_is_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
 ) -> None:
     entry = {"kind": "instance", "time": 1001.0, "instance": "i:1", **STATE, **change}
     path = write(tmp_path / "flight-1.jsonl", BEGIN, entry, {**entry, "time": 1002.0}, STOP)
-    assert show(capsys, path)[3:-1] == [f"router         mixed instance i:1 {said}"]
+    assert show(capsys, path)[3:-1] == [f"router         mixed instance i:1 {message}"]
 
 
 def test_a_change_between_two_files_of_a_ring_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_a_change_between_two_files_of_a_ring_is_a_line(tmp_path: Path, capsys: 
     assert [line[15:] for line in lines[3:5]] == ["mixed instance i:1 drains", "instance i:1 was removed"]
 
 
-def test_a_process_that_was_killed_is_shown_with_the_requests_that_had_not_ended(
+def test_the_timeline_of_a_killed_process_has_the_requests_that_had_not_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = {**RUNNING, "time": 1001.5, "id": "job-1"}
@@ -122,21 +122,21 @@ def test_one_request_is_found_by_any_of_its_ids(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(("since", "count"), [("9s", 8), ("0.1m", 1), ("8.2s", 3), ("1970-01-01T00:16:42Z", 3)])
-def test_only_the_end_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str, count: int) -> None:
+def test_since_shows_only_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str, count: int) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, REQUEST, STOP)
     lines = show(capsys, path, "--since", since)
     assert len(lines) == count - (count == 8)
 
 
 @pytest.mark.parametrize("since", ["yesterday", "-5m", "5", "", "1e9s"])
-def test_a_wrong_time_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str) -> None:
+def test_an_invalid_time_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, STOP)
     assert main([str(path), f"--since={since}"]) == 2
-    said = f"kvrouter replay: --since is {since!r}; it must be a time such as 90s, 5m, 2h or 2026-11-23T17:40:00\n"
-    assert capsys.readouterr().err == said
+    message = f"kvrouter replay: --since is {since!r}; it must be a time such as 90s, 5m, 2h or 2026-11-23T17:40:00\n"
+    assert capsys.readouterr().err == message
 
 
-def test_a_torn_last_line_is_skipped_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_last_line_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, REQUEST)
     path.write_text(path.read_text() + json.dumps(REQUEST)[:-7])
     assert main([str(path)]) == 0
@@ -152,7 +152,7 @@ def test_a_torn_last_line_is_skipped_with_one_sentence(tmp_path: Path, capsys: p
         *({name: each} for name in ("total_us", "sent_us") for each in (10**400, math.inf, math.nan, 1e300)),
     ],
 )
-def test_an_entry_with_wrong_members_does_not_hide_the_others(
+def test_an_entry_with_invalid_fields_does_not_hide_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, {**REQUEST, **change}, {**RUNNING, **change}, REQUEST, STOP)
@@ -172,21 +172,21 @@ def test_a_file_that_cannot_be_read_does_not_hide_the_others(
     assert "the process stops" in printed.out
 
 
-def test_a_file_that_does_not_exist_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_missing_file_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "x")]) == 1
     assert capsys.readouterr().err == f"kvrouter replay: {tmp_path / 'x'} cannot be read: No such file or directory\n"
 
 
-def test_what_clients_choose_does_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evil = "\x1b]0;owned\x07\r\n\u202e\x9b31m\ud800"
-    path = write(tmp_path / "flight-1.jsonl", BEGIN, {**REQUEST, "id": evil, "path": evil, "client": evil}, STOP)
+def test_control_characters_of_clients_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\x1b]0;owned\x07\r\n\u202e\x9b31m\ud800"
+    path = write(tmp_path / "flight-1.jsonl", BEGIN, {**REQUEST, "id": text, "path": text, "client": text}, STOP)
     assert main([str(path)]) == 0
     printed = capsys.readouterr().out
     assert "\\x1b]0;owned\\x07\\r\\n\\u202e\\x9b31m\\ud800" in printed
     assert all(each.isprintable() or each == "\n" for each in printed)
 
 
-def test_a_reader_that_takes_only_the_beginning_gets_no_traceback(tmp_path: Path) -> None:
+def test_a_pipe_that_closes_early_causes_no_traceback(tmp_path: Path) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, *(5000 * [REQUEST]), STOP)
     code = "import sys; from router.console import main; sys.exit(main(['replay', sys.argv[1]]))"
     command = f'{sys.executable} -c "{code}" {path} | head -1'
@@ -194,7 +194,7 @@ def test_a_reader_that_takes_only_the_beginning_gets_no_traceback(tmp_path: Path
     assert (len(ended.stdout.splitlines()), ended.stderr) == (1, "")
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_the_error_for_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, REQUEST, STOP)
     code = "import sys; from router.console import main; sys.exit(main(['replay', sys.argv[1]]))"
     with Path("/dev/full").open("w") as full:

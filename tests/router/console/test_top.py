@@ -1,4 +1,4 @@
-"""kvrouter top. Instances are stand-ins whose counters grow; the terminal is a real one."""
+"""kvrouter top. Instances are stand-ins with counters that grow; the terminal is a real one."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody takes a busy machine for one that does not answer."""
+def _use_long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, no request times out."""
     for module in ("client", "dashboard.scraper"):
         monkeypatch.setattr(f"router.console.{module}.TIMEOUT_SECONDS", 60.0)
 
 
-def counts(waiting: int, on_first_look: Callable[[], object] | None = None) -> Behaviour:
-    """An instance that reads a quarter of its prompts from the pool, and computes the rest."""
-    looks = 0
+def counts(waiting: int, on_first_poll: Callable[[], object] | None = None) -> Behaviour:
+    """Count a quarter of the prompt tokens as loaded from the pool, and the rest as computed."""
+    polls = 0
 
     async def behave(request: Received, respond: Responder) -> None:
-        nonlocal looks
+        nonlocal polls
         page = chat_answer()
         if request.target == "/metrics":
-            looks += 1
-            if looks == 1 and on_first_look is not None:
-                await asyncio.to_thread(on_first_look)
+            polls += 1
+            if polls == 1 and on_first_poll is not None:
+                await asyncio.to_thread(on_first_poll)
             page = (
-                f'kvstore_prompt_tokens_total{{origin="pool"}} {100 * looks}\n'
-                f'kvstore_prompt_tokens_total{{origin="computed"}} {300 * looks}\n'
+                f'kvstore_prompt_tokens_total{{origin="pool"}} {100 * polls}\n'
+                f'kvstore_prompt_tokens_total{{origin="computed"}} {300 * polls}\n'
                 f"fastdeploy:num_requests_waiting {waiting}\n"
             ).encode()
         await respond.answer(200, page, ("content-type", "application/json"))
@@ -50,13 +50,13 @@ def counts(waiting: int, on_first_look: Callable[[], object] | None = None) -> B
     return behave
 
 
-def test_once_it_tells_of_the_router_of_prompts_and_of_each_instance(
+def test_once_prints_the_router_the_prompts_and_each_instance(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calm, busy = stand_in(behave=counts(0)), stand_in(behave=counts(7))
     router = make_router(calm, busy)
     router.client.post("/admin/weight", json={"instance": calm.key, "weight": 0.25})
-    calm.behave = counts(0, router.chat)  # between the looks: a look asks the router first
+    calm.behave = counts(0, router.chat)  # between two polls: a poll reads the router's metrics first
     at = ["--router", router.url.removeprefix("http://"), "--once", "--interval", "0.1"]
     assert main([*at, "--sort", "waiting"]) == 0
     head, quantiles, bar, legend, _, titles, *rows = capsys.readouterr().out.splitlines()
@@ -72,7 +72,7 @@ def test_once_it_tells_of_the_router_of_prompts_and_of_each_instance(
     ]
 
 
-def test_without_the_admin_token_it_tells_loads_and_what_it_lacks(
+def test_without_the_admin_token_it_prints_loads_and_names_the_flag(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "token").write_text("secret\n")
@@ -84,16 +84,16 @@ def test_without_the_admin_token_it_tells_loads_and_what_it_lacks(
         "the registration",
     )
     assert main(["--router", router.url, "--once", "--interval", "0.1"]) == 0
-    said = capsys.readouterr().out
-    lines = " ".join(said.split())
+    printed = capsys.readouterr().out
+    lines = " ".join(printed.split())
     assert (
         "requires its admin token for /registered; give the token's file with --token-file. Without the "
         "token, only loads are known." in lines
     )
-    assert [line.split()[:4] for line in said.splitlines()][-1] == [instance.key, "mixed", "\u2013", "0"]
+    assert [line.split()[:4] for line in printed.splitlines()][-1] == [instance.key, "mixed", "\u2013", "0"]
 
 
-def test_an_instance_that_does_not_tell_its_figures_is_told_in_a_sentence(
+def test_an_instance_without_metrics_is_reported_in_one_sentence(
     make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def refuse(_: Received, respond: Responder) -> None:
@@ -101,23 +101,23 @@ def test_an_instance_that_does_not_tell_its_figures_is_told_in_a_sentence(
 
     instance = stand_in(behave=refuse)
     assert main(["--router", make_router(instance).url, "--once", "--interval", "0.1"]) == 0
-    said = f"{instance.key}: {instance.url}/metrics answers with status 404.\n"
-    assert capsys.readouterr().out.endswith(said)
+    message = f"{instance.key}: {instance.url}/metrics answers with status 404.\n"
+    assert capsys.readouterr().out.endswith(message)
 
 
-def test_once_a_router_that_does_not_answer_is_told_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_that_does_not_answer_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     at = f"127.0.0.1:{free_port()}"
     assert main(["--router", at]) == 1
     assert capsys.readouterr().err.startswith(f"kvrouter top: the router at http://{at} does not answer: ")
 
 
-def test_a_mistake_on_the_command_line_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_the_command_line_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--interval", "0"]) == 2
     assert capsys.readouterr().err.endswith("'0' is not a number of seconds from 0.1 to 60\n")
 
 
 class Terminal:
-    """A program in a terminal of 120 by 30."""
+    """A program in a terminal with 120 columns and 30 lines."""
 
     def __init__(self, *argv: str) -> None:
         self.fd, self._inside = pty.openpty()
@@ -169,7 +169,7 @@ def run_in_terminal() -> Iterator[Callable[..., Terminal]]:
         yield run
 
 
-def test_in_a_terminal_keys_sort_a_router_that_goes_is_told_and_q_ends_it(
+def test_in_a_terminal_keys_sort_a_lost_router_is_reported_and_q_ends_the_program(
     make_router: MakeRouter, stand_in: MakeStandIn, run_in_terminal: Callable[..., Terminal]
 ) -> None:
     instance = stand_in(behave=counts(3))
@@ -184,7 +184,7 @@ def test_in_a_terminal_keys_sort_a_router_that_goes_is_told_and_q_ends_it(
     terminal.wait_for("The next poll follows.")
     terminal.type_key("w")
     terminal.wait_for("by waiting; keys: ")
-    assert instance.key in terminal.shown, "instances go on without the router"
+    assert instance.key in terminal.shown, "the instance is missing without the router"
     terminal.type_key("q")
     assert terminal.wait() == 0
     assert terminal.settings_now == terminal.settings

@@ -1,4 +1,4 @@
-"""A look at a real router, stand-ins for its instances, and a real master of a pool."""
+"""Polls of a real router, of stand-ins for its instances, and of a real master of a pool."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from tests.support.ports import free_port
 PAGE = b'kvstore_prompt_tokens_total{origin="pool"} 64\nfastdeploy:num_requests_waiting 2\n'
 
 
-def look(url: str, pools: list[str] | None = None, token: str = "") -> Moment:
-    async def look_once() -> Moment:
+def poll(url: str, pools: list[str] | None = None, token: str = "") -> Moment:
+    async def poll_once() -> Moment:
         collector = Collector(RouterClient(url, token), Scraper(verify=False), pools or [], 1.0)
         try:
-            polling: Awaitable[Moment] = collector.poll()
-            return await polling
+            running: Awaitable[Moment] = collector.poll()
+            return await running
         finally:
             await collector.close()
 
-    return asyncio.run(look_once())
+    return asyncio.run(poll_once())
 
 
-def test_a_look_brings_the_router_its_instances_and_the_pool(
+def test_a_poll_reads_the_router_its_instances_and_the_pool(
     make_router: MakeRouter, stand_in: MakeStandIn, mooncake_master: MooncakeMaster
 ) -> None:
     instance = stand_in(behave=answers(200, PAGE))
     router = make_router(instance)
-    seen = look(router.url, [mooncake_master.metrics_url.split("/")[2]])
-    assert seen.router is not None
-    assert (seen.trouble, seen.listing_trouble) == ("", "")
-    (report,) = seen.instances.values()
+    moment = poll(router.url, [mooncake_master.metrics_url.split("/")[2]])
+    assert moment.router is not None
+    assert (moment.trouble, moment.listing_trouble) == ("", "")
+    (report,) = moment.instances.values()
     assert (report.listed.key, report.listed.state, report.trouble) == (instance.key, "healthy", "")
     assert report.figures is not None
     assert report.figures.origins is not None
     assert (report.figures.origins["pool"], report.figures.waiting) == (64, 2)
-    (master,) = seen.masters
+    (master,) = moment.masters
     assert master.figures is not None
     assert (master.figures.role, master.figures.serves) == ("leader", True)
 
 
-def test_who_does_not_answer_is_told_in_a_sentence(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_failed_poll_of_an_instance_or_master_is_one_sentence(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     first, second = stand_in(behave=answers(404, b"")), stand_in(behave=answers(200, b"{"))
-    router, nobody = make_router(first, second), free_port()
-    seen = look(router.url, [f"127.0.0.1:{nobody}", router.url.partition("//")[2]])
-    assert "answers with status 404" in seen.instances[first.key].trouble
-    assert "does not have Prometheus's format" in seen.instances[second.key].trouble
-    assert list(seen.instances) == sorted([first.key, second.key])
-    assert seen.masters[0].trouble.startswith(f"http://127.0.0.1:{nobody}/health does not answer: ")
-    assert "/health is not a JSON object" in seen.masters[1].trouble
+    router, unused = make_router(first, second), free_port()
+    moment = poll(router.url, [f"127.0.0.1:{unused}", router.url.partition("//")[2]])
+    assert "answers with status 404" in moment.instances[first.key].trouble
+    assert "does not have Prometheus's format" in moment.instances[second.key].trouble
+    assert list(moment.instances) == sorted([first.key, second.key])
+    assert moment.masters[0].trouble.startswith(f"http://127.0.0.1:{unused}/health does not answer: ")
+    assert "/health is not a JSON object" in moment.masters[1].trouble
 
 
-def test_a_router_that_is_gone_leaves_a_look_with_a_sentence() -> None:
+def test_a_failed_poll_of_a_router_is_one_sentence() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    seen = look(url)
-    assert seen.router is None
-    assert seen.trouble.startswith(f"the router at {url} does not answer: ")
+    moment = poll(url)
+    assert moment.router is None
+    assert moment.trouble.startswith(f"the router at {url} does not answer: ")
 
 
-def test_what_is_no_router_is_told(stand_in: MakeStandIn) -> None:
+def test_a_server_that_is_not_a_router_is_reported(stand_in: MakeStandIn) -> None:
     instance = stand_in(behave=answers(200, b"figure 1\n"))
-    assert look(instance.url).trouble.startswith(f"the server at {instance.url} is not a router, because ")
+    assert poll(instance.url).trouble.startswith(f"the server at {instance.url} is not a router, because ")
 
 
 def test_without_the_admin_token_loads_are_known(
@@ -79,9 +79,9 @@ def test_without_the_admin_token_loads_are_known(
     router = make_router(admin_token_file=str(tmp_path / "token"))
     headers = {"authorization": "Bearer secret"}
     router.client.post("/register", json=instance.registration(), headers=headers).raise_for_status()
-    seen = look(router.url)
-    assert "requires its admin token for /registered" in seen.listing_trouble
-    (report,) = seen.instances.values()
+    moment = poll(router.url)
+    assert "requires its admin token for /registered" in moment.listing_trouble
+    (report,) = moment.instances.values()
     assert (report.listed.key, report.listed.state) == (instance.key, "")
     assert report.figures is not None
-    assert look(router.url, token="secret").listing_trouble == ""
+    assert poll(router.url, token="secret").listing_trouble == ""

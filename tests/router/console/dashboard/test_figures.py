@@ -1,4 +1,4 @@
-"""Figures are read from the accounts of routers, of every kind of instance, and of masters."""
+"""Figures are read from the metrics of routers, of each engine's instances, and of masters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ router_instance_breaker_open{role="prefill",instance="10.0.0.1:1"} 0.5
 """
 
 
-def test_of_a_router_answers_are_counted_by_status_and_streams_by_time() -> None:
+def test_responses_of_a_router_are_counted_by_status_and_streams_by_time() -> None:
     figures = read_router_figures(parse_samples(ROUTER))
     assert figures.answers == {"200": 8, "503": 2}
     assert figures.first_token == {0.1: 3, float("inf"): 4}
@@ -40,13 +40,13 @@ def test_of_a_router_answers_are_counted_by_status_and_streams_by_time() -> None
     assert (figures.running, figures.queued) == (3, 1)
 
 
-def test_a_router_that_lists_nothing_still_tells_loads() -> None:
+def test_loads_are_read_without_the_list_of_instances() -> None:
     (load,) = read_loads(parse_samples(ROUTER))
     assert load[:3] == ("10.0.0.1:1", "prefill", "http://10.0.0.1:1/metrics")
     assert (load.state, load.breaker, load.running) == ("", "half_open", 2)
 
 
-def test_an_instances_figures_are_where_its_registration_says() -> None:
+def test_the_url_of_an_instances_metrics_follows_from_its_registration() -> None:
     listed = read_listed({"url": "https://[::1]:8000", "role": "decode", "metrics_port": "9000", "weight": 0.5})
     assert (listed.key, listed.metrics_url, listed.weight) == ("[::1]:8000", "https://[::1]:9000/metrics", 0.5)
 
@@ -77,7 +77,7 @@ def test_an_instances_figures_are_where_its_registration_says() -> None:
     ],
     ids=["ours", "FastDeploy", "vLLM", "SGLang", "another"],
 )
-def test_each_engine_tells_where_its_prompts_came_from(page: str, origins: dict[str, float] | None) -> None:
+def test_the_origins_of_prompts_are_read_for_each_engine(page: str, origins: dict[str, float] | None) -> None:
     assert read_instance_figures(parse_samples(page), MIXED).origins == origins
 
 
@@ -91,17 +91,17 @@ def test_each_engine_tells_where_its_prompts_came_from(page: str, origins: dict[
         ("decode", "", "vllm:kvstore_blocks_total 1\n", "pool"),
         ("prefill", "nixl", "", "pool"),
     ],
-    ids=["NIXL", "beside the pool", "our connector", "untold", "untold, with the pool", "prefill"],
+    ids=["NIXL", "with the pool", "our connector", "unknown", "unknown, with the pool", "prefill"],
 )
-def test_of_a_vllm_pair_decode_is_handed_prompts_over(role: str, connector: str, more: str, origin: str) -> None:
-    """vLLM counts what a prefill instance hands over and what the pool gives as the same: hits outside."""
+def test_external_hits_of_vllm_have_the_right_origin(role: str, connector: str, more: str, origin: str) -> None:
+    """vLLM has one counter, of external hits, for direct transfers and for the pool."""
     entry = {"url": "http://10.0.0.1:8000", "role": role, "engine": "vllm", "kv_connector": connector}
     page = f"vllm:prompt_tokens_total 100\nvllm:external_prefix_cache_hits_total 64\n{more}"
     origins = read_instance_figures(parse_samples(page), read_listed(entry)).origins
     assert origins == {"own_cache": 0, "pool": 0, "handed_over": 0, "computed": 36, origin: 64}
 
 
-def test_of_an_instance_the_use_of_the_pool_is_told() -> None:
+def test_the_figures_of_an_instance_show_its_use_of_the_pool() -> None:
     page = """
 kvstore_pool_open 1
 kvstore_breaker_open 1
@@ -120,7 +120,7 @@ fastdeploy:time_to_first_token_seconds_sum 0.5
     assert (figures.first_tokens, figures.first_token_seconds) == (4, 0.5)
 
 
-def test_a_masters_figures_need_no_endings_of_prometheus() -> None:
+def test_the_names_of_a_masters_metrics_need_no_suffixes_of_prometheus() -> None:
     page = '# TYPE master_key_count gauge\nmaster_key_count 3\nmaster_evicted_key_count 7\nwith_labels{a="b"} 1\n'
     segments = read_segments(
         {
@@ -135,6 +135,6 @@ def test_a_masters_figures_need_no_endings_of_prometheus() -> None:
     assert [(each.name, each.used, each.capacity) for each in figures.segments] == [("a:1", 5, 10)]
 
 
-def test_a_page_of_something_else_is_no_figures() -> None:
+def test_a_page_that_is_no_metrics_is_refused() -> None:
     with pytest.raises(ValueError, match="could not convert"):
         parse_plain_metrics("<html> hello</html>\n")

@@ -1,4 +1,4 @@
-"""What happened between two looks: growth in pieces of time, quantiles, shares of origins."""
+"""The history of polls: the increase of counters in pieces of a span, and averages."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from router.console.dashboard.history import History, InstanceReport, Moment, Sp
 SPAN = Span("20 s", 20, 4)
 
 
-def look(time: float, **counts: float) -> tuple[float, dict[str, float]]:
-    """A look at this time, and who has counted how much by then."""
+def poll(time: float, **counts: float) -> tuple[float, dict[str, float]]:
+    """Return the time of a poll, and the count of each instance."""
     return time, counts
 
 
-def grown(*looks: tuple[float, dict[str, float]]) -> list[float]:
-    """The growth in each piece of the span."""
-    history, counted = History(), dict(looks)
+def count_increase(*polls: tuple[float, dict[str, float]]) -> list[float]:
+    """Return the increase in each piece of the span."""
+    history, counted = History(), dict(polls)
     for time in counted:
         history.add(Moment(time))
     pieces = history.count_pieces(
-        SPAN, lambda moment: {who: {"count": count} for who, count in counted[moment.time].items()}
+        SPAN, lambda moment: {key: {"count": count} for key, count in counted[moment.time].items()}
     )
     return [piece.get("count", 0.0) for piece in pieces]
 
 
-def test_growth_is_counted_in_the_piece_in_which_it_was_seen() -> None:
-    assert grown(look(1001, a=10), look(1004, a=15), look(1006, a=16), look(1020, a=20)) == [5, 1, 0, 4]
+def test_an_increase_is_counted_in_the_piece_of_the_poll_that_finds_it() -> None:
+    assert count_increase(poll(1001, a=10), poll(1004, a=15), poll(1006, a=16), poll(1020, a=20)) == [5, 1, 0, 4]
 
 
-def test_what_stood_there_at_the_first_look_is_no_growth() -> None:
-    assert grown(look(1020, a=500)) == [0, 0, 0, 0]
+def test_the_counts_of_the_first_poll_are_no_increase() -> None:
+    assert count_increase(poll(1020, a=500)) == [0, 0, 0, 0]
 
 
-def test_an_instance_that_comes_later_or_is_missed_once_is_told_from_the_others() -> None:
-    assert grown(look(1010, a=10), look(1012, b=100), look(1020, a=13, b=101)) == [0, 0, 0, 4]
+def test_the_increase_is_counted_for_each_instance_even_if_a_poll_lacks_it() -> None:
+    assert count_increase(poll(1010, a=10), poll(1012, b=100), poll(1020, a=13, b=101)) == [0, 0, 0, 4]
 
 
-def test_an_instance_that_comes_and_counts_between_other_looks_is_counted() -> None:
+def test_the_increase_of_an_instance_that_joins_is_counted() -> None:
     history = History()
     figures = InstanceFigures(None, None, None, None, None, None, False, {}, {}, 0.0)
     counts = {1016.0: None, 1017.0: 0.0, 1018.0: 0.0, 1019.0: 2.0, 1020.0: 3.0}
@@ -48,15 +48,15 @@ def test_an_instance_that_comes_and_counts_between_other_looks_is_counted() -> N
     }
 
 
-def test_a_counter_that_begins_anew_counts_from_nothing() -> None:
-    assert grown(look(1018, a=50), look(1020, a=3)) == [0, 0, 0, 3]
+def test_a_counter_that_restarts_is_counted_from_0() -> None:
+    assert count_increase(poll(1018, a=50), poll(1020, a=3)) == [0, 0, 0, 3]
 
 
-def test_what_is_older_than_the_span_does_not_count() -> None:
-    assert grown(look(900, a=0), look(950, a=7), look(1020, a=9)) == [0, 0, 0, 2]
+def test_an_increase_before_the_span_is_not_counted() -> None:
+    assert count_increase(poll(900, a=0), poll(950, a=7), poll(1020, a=9)) == [0, 0, 0, 2]
 
 
-def test_an_hour_is_kept_and_no_more() -> None:
+def test_polls_that_are_older_than_the_history_are_deleted() -> None:
     history = History(seconds=10)
     for time in range(20):
         history.add(Moment(time))
@@ -64,7 +64,7 @@ def test_an_hour_is_kept_and_no_more() -> None:
     assert [each.time for each in history.list_moments(2)] == [17, 18, 19]
 
 
-def test_pieces_before_the_first_look_are_unknown() -> None:
+def test_pieces_before_the_first_poll_are_unknown() -> None:
     history = History()
     assert history.count_unknown_pieces(SPAN) == 4
     for time, unknown in ((1012, 3), (1016, 2), (1031, 0)):
@@ -72,13 +72,13 @@ def test_pieces_before_the_first_look_are_unknown() -> None:
         assert history.count_unknown_pieces(SPAN) == unknown
 
 
-def test_an_empty_history_has_nothing() -> None:
+def test_an_empty_history_has_no_figures() -> None:
     history = History()
     assert (history.last, history.count_span(SPAN, lambda _: {})) == (None, {})
     assert history.average_pieces(SPAN, lambda _: 1.0) == [None] * 4
 
 
-def test_a_figure_is_averaged_where_there_are_any() -> None:
+def test_a_figure_is_averaged_over_the_polls_that_have_it() -> None:
     history = History()
     for time, value in ((1004, 1.0), (1011, 2.0), (1013, 4.0), (1020, None)):
         history.add(Moment(time, trouble="" if value is None else str(value)))
@@ -86,7 +86,7 @@ def test_a_figure_is_averaged_where_there_are_any() -> None:
     assert means == [1.0, None, 3.0, None]
 
 
-def test_pieces_are_labelled_by_how_long_ago_they_ended() -> None:
+def test_the_label_of_a_piece_is_the_time_since_its_end() -> None:
     assert Span("3 min", 180, 6).label_pieces() == [
         *("150 s ago", "2 min ago", "90 s ago", "1 min ago", "30 s ago", "now")
     ]

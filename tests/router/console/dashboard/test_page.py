@@ -1,7 +1,7 @@
-"""The page in Debian's Chromium: real clicks on a real dashboard before a real router, whose instances are stand-ins.
+"""The page in Debian's Chromium: real clicks in a real dashboard of a real router. Instances are stand-ins.
 
-One browser and one dashboard serve all tests; each has a router of its own, to which the dashboard's way then leads.
-Pictures of what each test saw last stay in ``.cache/pictures``.
+All tests share a browser and a dashboard. Each test has its own router, and connects the dashboard to it.
+The folder ``.cache/pictures`` has a screenshot of the end of each test.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-PATIENCE_MS = 60_000.0
-expect.set_options(timeout=PATIENCE_MS)
+TIMEOUT_MS = 60_000.0
+expect.set_options(timeout=TIMEOUT_MS)
 TOKEN = "the-admin-token"
 VIEWS = {
     "/": "Where prompts come from",
@@ -50,13 +50,13 @@ CLIPPED_LABELS = """[...document.querySelectorAll(".chart svg")].flatMap(chart =
 
 
 class Engine:
-    """How a stand-in behaves as an instance of ours: it counts its prompts, and tells where they came from."""
+    """The behaviour of an instance of our engine: it counts its prompt tokens by origin."""
 
     def __init__(self) -> None:
         self.origins = {"own_cache": 0, "pool": 0, "handed_over": 0, "computed": 0}
         self.usage = {"own_cached_tokens": 128, "pool_cached_tokens": 64, "cached_tokens": 192}
         self.pieces = ["It ", "was ", "night."]
-        self.may_go_on = asyncio.Event()
+        self.may_continue = asyncio.Event()
         self.fails = False
 
     async def __call__(self, request: Received, respond: Responder) -> None:
@@ -81,7 +81,7 @@ class Engine:
         await respond.start_stream()
         for number, piece in enumerate(self.pieces):
             if number == len(self.pieces) - 1:
-                await self._wait_for_either(self.may_go_on, respond.peer_left)
+                await self._wait_for_either(self.may_continue, respond.peer_left)
             if respond.peer_left.is_set():
                 respond.keep_alive = False
                 return
@@ -121,12 +121,12 @@ def dashboard(browser: Browser, thread: LoopThread, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def page(browser: Browser, dashboard: Dashboard, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """An empty page, of which a picture is taken at the end of the test; nothing may be asked of anybody else."""
+    """An empty page, with a screenshot at the end. It may send requests only to the dashboard."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, base_url=dashboard.url)
-    context.set_default_timeout(PATIENCE_MS)
-    elsewhere: list[str] = []
+    context.set_default_timeout(TIMEOUT_MS)
+    other_requests: list[str] = []
     errors: list[str] = []
-    note_requests(context, dashboard.url, elsewhere)
+    note_requests(context, dashboard.url, other_requests)
     opened = context.new_page()
     opened.on("pageerror", lambda error: errors.append(str(error)))
     yield opened
@@ -134,7 +134,7 @@ def page(browser: Browser, dashboard: Dashboard, request: pytest.FixtureRequest)
     context.close()
     dashboard.router.lead_to(0)
     dashboard.master.lead_to(0)
-    assert (elsewhere, errors) == ([], [])
+    assert (other_requests, errors) == ([], [])
     assert "Traceback" not in dashboard.process.output
 
 
@@ -150,7 +150,7 @@ def instance(stand_in: MakeStandIn, engine: Engine) -> StandIn:
 
 @pytest.fixture
 def router(make_router: MakeRouter, instance: StandIn, dashboard: Dashboard) -> RouterUnderTest:
-    """A router with an instance, which the dashboard looks at."""
+    """A router with an instance. The dashboard is connected to it."""
     made = make_router(instance)
     dashboard.router.lead_to(made.port)
     return made
@@ -162,13 +162,13 @@ def take_picture(page: Page, name: str) -> None:
     page.screenshot(path=PICTURES / f"{re.sub(r'[^a-z0-9_]', '_', name)}.png", full_page=True)
 
 
-def open_view(page: Page, path: str, said: str) -> None:
-    """Open a view, and wait until it says this: its figures come with the dashboard's next look."""
+def open_view(page: Page, path: str, text: str) -> None:
+    """Open a view, and wait for this text: figures appear after the dashboard's next poll."""
     page.goto(path)
-    page.get_by_text(said).first.wait_for()
+    page.get_by_text(text).first.wait_for()
 
 
-def test_prompts_show_the_share_that_nobody_had_to_compute(
+def test_prompts_show_the_share_of_cached_tokens(
     router: RouterUnderTest, instance: StandIn, engine: Engine, dashboard: Dashboard, page: Page
 ) -> None:
     open_view(page, "/", instance.key)
@@ -184,14 +184,14 @@ def test_prompts_show_the_share_that_nobody_had_to_compute(
     page.get_by_role("button", name="1 hour").click()
     page.get_by_text("in the last 1 hour").wait_for()
     page.reload()
-    page.get_by_text("in the last 1 hour").wait_for()  # as was chosen before
+    page.get_by_text("in the last 1 hour").wait_for()  # the choice is stored
 
 
-def test_traffic_shows_answers_times_and_errors(
+def test_traffic_shows_responses_times_and_errors(
     router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
 ) -> None:
     open_view(page, "/traffic", "Concurrent requests")
-    engine.may_go_on.set()
+    engine.may_continue.set()
     with router.stream() as stream:
         stream.read()
     engine.fails = True
@@ -206,9 +206,7 @@ def test_traffic_shows_answers_times_and_errors(
     assert page.evaluate(CLIPPED_LABELS) == []
 
 
-def test_an_instance_is_drained_resumed_and_weighed_with_a_confirmation(
-    router: RouterUnderTest, instance: StandIn, page: Page
-) -> None:
+def test_drain_resume_and_weight_need_a_confirmation(router: RouterUnderTest, instance: StandIn, page: Page) -> None:
     open_view(page, "/fleet", instance.key)
     row = page.get_by_role("listitem").filter(has_text=instance.key)
     row.get_by_text("Healthy").wait_for()
@@ -236,7 +234,7 @@ def test_an_instance_is_drained_resumed_and_weighed_with_a_confirmation(
         page.get_by_role("row", name=instance.key).get_by_text(event).wait_for()
 
 
-def test_an_instance_has_lines_of_its_work_over_time(
+def test_an_instance_has_charts_of_its_work_over_time(
     router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
 ) -> None:
     open_view(page, "/fleet", instance.key)
@@ -248,7 +246,7 @@ def test_an_instance_has_lines_of_its_work_over_time(
     row.get_by_role("img", name="Tokens/s, mean, over time: ").wait_for()
 
 
-def test_an_order_that_the_router_refuses_is_a_sentence(
+def test_an_order_that_the_router_does_not_answer_shows_an_error(
     router: RouterUnderTest, instance: StandIn, dashboard: Dashboard, page: Page
 ) -> None:
     open_view(page, "/fleet", "Healthy")
@@ -258,7 +256,7 @@ def test_an_order_that_the_router_refuses_is_a_sentence(
     page.get_by_role("dialog").get_by_text("does not answer").wait_for()
 
 
-def test_without_the_admin_token_loads_are_shown_and_no_orders_taken(
+def test_without_the_admin_token_loads_are_shown_and_orders_are_disabled(
     make_router: MakeRouter, instance: StandIn, dashboard: Dashboard, tmp_path: Path, page: Page
 ) -> None:
     (tmp_path / "token").write_text("another-token\n")
@@ -271,7 +269,7 @@ def test_without_the_admin_token_loads_are_shown_and_no_orders_taken(
     page.get_by_text("Unknown").wait_for()
 
 
-def test_the_pool_shows_its_master_and_then_that_it_is_away(
+def test_the_pool_shows_its_master_and_then_its_loss(
     router: RouterUnderTest, dashboard: Dashboard, mooncake_master: MooncakeMaster, page: Page
 ) -> None:
     dashboard.master.lead_to(int(mooncake_master.metrics_url.split("/")[2].rpartition(":")[2]))
@@ -282,15 +280,15 @@ def test_the_pool_shows_its_master_and_then_that_it_is_away(
     page.get_by_text("Instances continue without it").wait_for()
 
 
-def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
+def test_a_conversation_is_streamed_and_shows_the_origins_of_its_prompt(
     router: RouterUnderTest, engine: Engine, page: Page
 ) -> None:
     open_view(page, "/try", "No messages yet")
     page.get_by_label("Your question").fill("What time was it?")
     page.get_by_label("Your question").press("Enter")
-    page.get_by_text("It was", exact=True).wait_for()  # while the engine still holds the rest back
+    page.get_by_text("It was", exact=True).wait_for()  # before the engine sends the rest
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
-    router.thread.loop.call_soon_threadsafe(engine.may_go_on.set)
+    router.thread.loop.call_soon_threadsafe(engine.may_continue.set)
     page.get_by_text("It was night.").wait_for()
     page.get_by_text("of 200 prompt tokens; a square is 4").wait_for()
     for origin, count in {"own_cache": 32, "pool": 16, "computed": 2}.items():
@@ -299,21 +297,19 @@ def test_a_conversation_streams_and_tells_where_its_prompts_came_from(
     page.get_by_text("128 came from the instance's own cache, 64 from the pool, and 8 were computed").wait_for()
 
 
-def test_an_answer_can_be_stopped_and_the_conversation_begun_anew(
-    router: RouterUnderTest, instance: StandIn, page: Page
-) -> None:
+def test_a_response_can_be_stopped_and_a_new_chat_begun(router: RouterUnderTest, instance: StandIn, page: Page) -> None:
     open_view(page, "/try", "No messages yet")
     page.get_by_role("button", name="Use a long question").click()
     page.get_by_role("button", name="Send").click()
     page.get_by_text("It was", exact=True).wait_for()
     page.get_by_role("button", name="Stop").click()
     page.get_by_role("button", name="Send").wait_for()
-    wait_until(lambda: instance.left, "the instance to see that nobody listens")
+    wait_until(lambda: instance.left, "the end of the request at the instance")
     page.get_by_role("button", name="New chat").click()
     page.locator(".turn").wait_for(state="detached")
 
 
-def test_a_conversation_begun_anew_leaves_no_half_answer_behind(
+def test_a_new_chat_has_no_part_of_the_previous_response(
     router: RouterUnderTest, instance: StandIn, engine: Engine, page: Page
 ) -> None:
     open_view(page, "/try", "No messages yet")
@@ -322,17 +318,17 @@ def test_a_conversation_begun_anew_leaves_no_half_answer_behind(
     page.get_by_text("It was", exact=True).wait_for()
     page.get_by_role("button", name="New chat").click()
     page.get_by_text("No messages yet").wait_for()
-    wait_until(lambda: instance.left, "the instance to see that nobody listens")
-    router.thread.loop.call_soon_threadsafe(engine.may_go_on.set)
+    wait_until(lambda: instance.left, "the end of the request at the instance")
+    router.thread.loop.call_soon_threadsafe(engine.may_continue.set)
     page.get_by_label("Your question").fill("And now?")
     page.get_by_role("button", name="Send").click()
     page.get_by_text("It was night.").wait_for()
-    asked = [each.json for each in instance.received if each.target == "/v1/chat/completions"][-1]
-    assert asked["messages"] == [{"role": "user", "content": "And now?"}]
+    sent = [each.json for each in instance.received if each.target == "/v1/chat/completions"][-1]
+    assert sent["messages"] == [{"role": "user", "content": "And now?"}]
     expect(page.locator(".turn")).to_have_count(1)
 
 
-def test_a_router_that_wants_a_key_is_told_in_a_sentence(
+def test_the_error_for_a_missing_api_key_is_one_sentence(
     make_router: MakeRouter, instance: StandIn, dashboard: Dashboard, tmp_path: Path, page: Page
 ) -> None:
     (tmp_path / "keys").write_text("somebody: key\n")
@@ -347,7 +343,7 @@ def test_a_router_that_wants_a_key_is_told_in_a_sentence(
 def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
     router: RouterUnderTest, engine: Engine, instance: StandIn, page: Page
 ) -> None:
-    engine.may_go_on.set()
+    engine.may_continue.set()
     router.chat(request_id="r <b>1</b>")
     open_view(page, "/request", "The last requests")
     page.get_by_role("link", name="r <b>1</b>").click()
@@ -364,7 +360,7 @@ def test_a_request_is_found_in_the_list_and_shown_with_its_attempts(
 
 
 def test_the_last_requests_are_filtered(router: RouterUnderTest, engine: Engine, instance: StandIn, page: Page) -> None:
-    engine.may_go_on.set()
+    engine.may_continue.set()
     router.chat(request_id="good")
     engine.fails = True
     router.chat(request_id="bad")
@@ -378,8 +374,8 @@ def test_the_last_requests_are_filtered(router: RouterUnderTest, engine: Engine,
     good.wait_for()
 
 
-def test_a_list_is_as_wide_as_a_phone(router: RouterUnderTest, engine: Engine, page: Page) -> None:
-    engine.may_go_on.set()
+def test_a_list_fits_on_a_phone(router: RouterUnderTest, engine: Engine, page: Page) -> None:
+    engine.may_continue.set()
     router.chat(request_id="7f3c2f8e-1d02-4b7a-9c55-0a1b2c3d4e5f")
     page.set_viewport_size({"width": NARROW, "height": 800})
     open_view(page, "/request", "7f3c2f8e")
@@ -389,7 +385,7 @@ def test_a_list_is_as_wide_as_a_phone(router: RouterUnderTest, engine: Engine, p
     assert height < 30  # one line
 
 
-def test_a_router_that_goes_and_comes_back(
+def test_the_page_shows_that_the_router_is_lost_and_returns(
     router: RouterUnderTest, instance: StandIn, dashboard: Dashboard, page: Page
 ) -> None:
     open_view(page, "/", instance.key)
@@ -400,13 +396,15 @@ def test_a_router_that_goes_and_comes_back(
     page.get_by_text("No answer from the router").wait_for(state="hidden")
 
 
-def test_a_router_without_instances(make_router: MakeRouter, dashboard: Dashboard, page: Page) -> None:
+def test_without_instances_the_fleet_shows_how_to_start_one(
+    make_router: MakeRouter, dashboard: Dashboard, page: Page
+) -> None:
     dashboard.router.lead_to(make_router().port)
     open_view(page, "/fleet", "The router has no instances. Start one with")
 
 
 @pytest.mark.parametrize("path", VIEWS)
-def test_a_view_has_no_serious_fault_light_dark_or_narrow(
+def test_a_view_is_accessible_in_light_and_dark_colours_and_on_a_phone(
     path: str, router: RouterUnderTest, instance: StandIn, engine: Engine, dashboard: Dashboard, page: Page
 ) -> None:
     engine.count(pool=64, computed=10)
@@ -416,14 +414,14 @@ def test_a_view_has_no_serious_fault_light_dark_or_narrow(
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
         page.locator(f"body.body--{scheme}").wait_for()
-        assert find_faults(page, **({} if scheme == "light" else {"runOnly": ["color-contrast"]})) == []
+        assert find_violations(page, **({} if scheme == "light" else {"runOnly": ["color-contrast"]})) == []
         take_picture(page, f"view_{path.strip('/') or 'prompts'}_{scheme}")
     page.set_viewport_size({"width": NARROW, "height": 800})
     wait_until(lambda: page.evaluate("document.documentElement.scrollWidth") <= NARROW, "a page as wide as the screen")
 
 
-def find_faults(page: Page, **options: Any) -> list[tuple[str, Any]]:
-    """The serious and critical faults that axe-core finds, with the elements that have them."""
+def find_violations(page: Page, **options: Any) -> list[tuple[str, Any]]:
+    """Return the serious and critical violations that axe-core finds, with their elements."""
     from axe_playwright_python.sync_playwright import Axe
 
     violations = Axe().run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
@@ -434,7 +432,7 @@ def find_faults(page: Page, **options: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def test_the_choice_of_colours_stays_and_the_keyboard_reaches_everything(router: RouterUnderTest, page: Page) -> None:
+def test_the_keyboard_reaches_the_navigation_and_colours_are_stored(router: RouterUnderTest, page: Page) -> None:
     open_view(page, "/", "Instance by instance")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "To the content"
@@ -459,7 +457,7 @@ def test_the_choice_of_colours_stays_and_the_keyboard_reaches_everything(router:
     page.locator("body.body--dark").wait_for()
 
 
-def test_it_answers_only_to_its_own_address(dashboard: Dashboard) -> None:
-    """Else a page elsewhere, whose name points here, could read it in a visitor's browser."""
+def test_the_dashboard_answers_only_requests_to_its_own_address(dashboard: Dashboard) -> None:
+    """Otherwise, a foreign page with a name that resolves to this machine could read the dashboard (DNS rebinding)."""
     assert plain_http.get(dashboard.url, headers={"host": "elsewhere.example"}).status_code == 421
     assert plain_http.get(dashboard.url, headers={"host": "localhost:1"}).status_code == 200

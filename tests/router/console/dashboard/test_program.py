@@ -1,4 +1,4 @@
-"""kvrouter dashboard: its command line, and one sentence where it cannot start."""
+"""kvrouter dashboard: its command line, and its errors at the start."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from router.console.dashboard import main
     ],
     ids=["port", "pool", "interval", "flag"],
 )
-def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err == f"kvrouter dashboard: {sentence}\n"
 
 
-def test_a_token_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_token_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--token-file", str(tmp_path / "none")]) == 2
     assert f"--token-file {tmp_path / 'none'}" in capsys.readouterr().err
 
 
-def test_without_nicegui_one_sentence_says_how_to_get_it(
+def test_the_error_without_nicegui_has_the_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -42,9 +42,9 @@ def test_without_nicegui_one_sentence_says_how_to_get_it(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nicegui") is None, reason="NiceGUI is not installed")
-def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
         assert main(["--port", str(port)]) == 1
-    said = f"kvrouter dashboard: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
-    assert capsys.readouterr().err == said
+    message = f"kvrouter dashboard: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
+    assert capsys.readouterr().err == message

@@ -1,4 +1,4 @@
-"""Figures summed up: quantiles, the origins of prompts, the ends of answers."""
+"""Summaries of figures: quantiles, the origins of prompts, the outcomes of requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.console.dashboard.summaries import (
 INFINITE = float("inf")
 
 
-def report(key: str, role: str, origins: Mapping[str, float] | None) -> InstanceReport:
+def make_report(key: str, role: str, origins: Mapping[str, float] | None) -> InstanceReport:
     figures = InstanceFigures(origins, None, None, None, None, None, False, {}, {}, 0.0)
     return InstanceReport(Listed(key, role, ""), figures)
 
@@ -34,7 +34,7 @@ def report(key: str, role: str, origins: Mapping[str, float] | None) -> Instance
         (0.5, {0.1: 0, INFINITE: 0}, None),
         (0.5, {}, None),
     ],
-    ids=["half way", "in the second bucket", "above all bounds", "no observations", "no buckets"],
+    ids=["in the first bucket", "in the second bucket", "above all bounds", "no observations", "no buckets"],
 )
 def test_quantiles_are_estimated_as_prometheus_does(
     quantile: float, counts: Mapping[float, float], seconds: float | None
@@ -42,25 +42,25 @@ def test_quantiles_are_estimated_as_prometheus_does(
     assert estimate_quantile(quantile, counts) == seconds
 
 
-def test_a_pairs_prompt_counts_once_in_the_whole_fleet() -> None:
-    prefill = report("p", "prefill", {"own_cache": 10, "pool": 20, "handed_over": 0, "computed": 30})
-    decode = report("d", "decode", {"own_cache": 5, "pool": 0, "handed_over": 50, "computed": 5})
-    look = Moment(1, instances={"p": prefill, "d": decode, "silent": report("silent", "mixed", None)})
-    assert count_origins(look) == {
+def test_a_pairs_prompt_counts_once_for_all_instances() -> None:
+    prefill = make_report("p", "prefill", {"own_cache": 10, "pool": 20, "handed_over": 0, "computed": 30})
+    decode = make_report("d", "decode", {"own_cache": 5, "pool": 0, "handed_over": 50, "computed": 5})
+    moment = Moment(1, instances={"p": prefill, "d": decode, "silent": make_report("silent", "mixed", None)})
+    assert count_origins(moment) == {
         "p": {"own_cache": 10, "pool": 20, "handed_over": 0, "computed": 30},
         "d": {"handed_over": 50},
     }
-    assert partial(count_origins, instance="d")(look)["d"]["own_cache"] == 5
+    assert partial(count_origins, instance="d")(moment)["d"]["own_cache"] == 5
 
 
-def test_shares_add_up_to_one_with_or_without_what_was_handed_over() -> None:
+def test_shares_add_up_to_one_with_and_without_direct_transfers() -> None:
     tokens = {"own_cache": 1.0, "pool": 1.0, "handed_over": 2.0, "computed": 0.0}
     assert share_origins(tokens, with_handed_over=False) == {"own_cache": 0.5, "pool": 0.5, "computed": 0}
     assert share_origins(tokens, with_handed_over=True)["handed_over"] == 0.5
     assert share_origins({}, with_handed_over=True) == {}
 
 
-def test_answers_are_told_by_who_ended_them() -> None:
+def test_responses_are_counted_by_their_outcome() -> None:
     answers = {"200": 5.0, "429": 2.0, "499": 1.0, "502": 1.0, "504": 1.0}
     assert sum_answers(answers) == {"answered": 5, "refused": 2, "left": 1, "failed": 2}
 
@@ -69,7 +69,7 @@ def test_answers_are_told_by_who_ended_them() -> None:
     ("chosen", "picked"),
     [("", "abcd"), ("slow", "bacd"), ("failed", "bd"), ("missed", "a")],
 )
-def test_the_last_requests_are_picked_by_what_became_of_them(chosen: str, picked: str) -> None:
+def test_the_last_requests_are_picked_by_outcome_time_or_cached_tokens(chosen: str, picked: str) -> None:
     requests = [
         {"request_id": "a", "status": 200, "first_byte_ms": 2.0, "prompt_tokens": 10, "cached_tokens": 4},
         {"request_id": "b", "status": 200, "first_byte_ms": 3.0, "error": "instance_lost"},

@@ -1,4 +1,4 @@
-"""Figures with their units, as people read them."""
+"""Figures with their units, and texts for the reasons of policies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.policies import POLICIES, InstanceLoad, RequestFeatures
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [
         (format_count(12345.0), "12,345"),
         (format_rate(0.05), "0.05"),
@@ -31,12 +31,12 @@ from router.policies import POLICIES, InstanceLoad, RequestFeatures
         (format_bytes(1.5 * 2**30), "1.5 GiB"),
     ],
 )
-def test_a_figure_reads_with_its_unit(said: str, expected: str) -> None:
-    assert said == expected
+def test_a_figure_is_formatted_with_its_unit(text: str, expected: str) -> None:
+    assert text == expected
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_each_reason_of_a_policy_has_a_meaning(name: str) -> None:
+def test_each_reason_of_a_policy_has_a_text(name: str) -> None:
     policy, candidates = POLICIES[name](), [InstanceLoad("a"), InstanceLoad("b", requests=1000, tokens=1000)]
     for request in (
         RequestFeatures(100),
