@@ -1,4 +1,4 @@
-"""An Envoy before stand-ins, with a picker in this process that chooses."""
+"""Fixtures: an Envoy in front of stand-ins, with a picker in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ports import free_port
 
 
 class Gateway:
-    """An Envoy, and the picker that it asks."""
+    """An Envoy and its picker."""
 
     def __init__(self, envoy: Envoy, router: RouterUnderTest, picker_port: int) -> None:
         self.envoy = envoy
@@ -26,11 +26,11 @@ class Gateway:
         self.client = httpx.Client(base_url=envoy.url, trust_env=False, timeout=20)
 
     def chat(self, **body: Any) -> httpx.Response:
-        """One chat completion, whole."""
+        """Send a chat completion that is not streamed."""
         return self.client.post("/v1/chat/completions", json={"messages": [], **body})
 
     def stream(self, **body: Any) -> Any:
-        """One chat completion as a stream, a context manager as of ``httpx.Client.stream``."""
+        """Send a streamed chat completion; a context manager like ``httpx.Client.stream``."""
         return self.client.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True, **body})
 
 
@@ -38,7 +38,7 @@ class Gateway:
 def make_gateway(
     make_router: Callable[..., RouterUnderTest], thread: LoopThread, tmp_path: Path
 ) -> Iterator[Callable[..., Gateway]]:
-    """Starts an Envoy and a picker: ``make_gateway(*stand_ins, ext_proc={...}, change_listener=..., **settings)``."""
+    """A function that starts an Envoy and a picker: ``make_gateway(*stand_ins, ext_proc={...}, **settings)``."""
     from router.epp import Picker
 
     with contextlib.ExitStack() as started:

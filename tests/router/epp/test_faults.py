@@ -1,4 +1,4 @@
-"""``kvrouter epp`` as a process that dies or hangs, behind a real Envoy that fails closed, or open."""
+"""``kvrouter epp`` as a process that dies or hangs, with a real Envoy that fails closed or open."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DUPLEX: dict[str, Any] = {}
 BUFFERED: dict[str, Any] = {"processing_mode": {"request_body_mode": "BUFFERED"}}
 
 
-class Behind(Envoy):
-    """An Envoy, and the picker behind it as a process."""
+class EnvoyWithPicker(Envoy):
+    """An Envoy, and its picker in another process."""
 
     picker: Child
 
@@ -43,11 +43,11 @@ class Behind(Envoy):
 
 
 @pytest.fixture
-def start(stand_in: MakeStandIn, tmp_path: Path) -> Iterator[Callable[..., Behind]]:
-    """Starts two instances, ``kvrouter epp`` and Envoy: ``start(ext_proc, *flags)``."""
+def start(stand_in: MakeStandIn, tmp_path: Path) -> Iterator[Callable[..., EnvoyWithPicker]]:
+    """A function that starts two instances, ``kvrouter epp`` and Envoy: ``start(ext_proc, *flags)``."""
     with contextlib.ExitStack() as started:
 
-        def begin(ext_proc: dict[str, Any], *flags: str) -> Behind:
+        def begin(ext_proc: dict[str, Any], *flags: str) -> EnvoyWithPicker:
             instances = [stand_in(), stand_in()]
             port, picker_port = free_port(), free_port()
             argv = [*EPP, "--epp-port", str(picker_port), *flags]
@@ -60,9 +60,9 @@ def start(stand_in: MakeStandIn, tmp_path: Path) -> Iterator[Callable[..., Behin
                 wait_until(lambda: instance.register(found[1]).status_code == 200, "a registration")  # noqa: B023
             config = make_config(port, picker_port, [instance.port for instance in instances], **ext_proc)
             envoy = started.enter_context(running_envoy(tmp_path, config, port))
-            behind = Behind(envoy.port, envoy.process)
-            behind.picker = picker
-            return behind
+            gateway = EnvoyWithPicker(envoy.port, envoy.process)
+            gateway.picker = picker
+            return gateway
 
         yield begin
 
@@ -70,43 +70,43 @@ def start(stand_in: MakeStandIn, tmp_path: Path) -> Iterator[Callable[..., Behin
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED], ids=["duplex", "buffered"])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_gateway_that_fails_closed_refuses_requests_without_its_picker(
-    start: Callable[..., Behind], mode: dict[str, Any], fault: signal.Signals
+    start: Callable[..., EnvoyWithPicker], mode: dict[str, Any], fault: signal.Signals
 ) -> None:
-    behind = start({**mode, "failure_mode_allow": False})
-    wait_until(lambda: behind.chat().headers.get("x-router-mixed"), "a placement")
-    behind.picker.signal(fault)
-    assert [behind.chat().status_code for _ in range(2)] == [503, 503]
+    gateway = start({**mode, "failure_mode_allow": False})
+    wait_until(lambda: gateway.chat().headers.get("x-router-mixed"), "a placement")
+    gateway.picker.signal(fault)
+    assert [gateway.chat().status_code for _ in range(2)] == [503, 503]
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED], ids=["duplex", "buffered"])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_gateway_that_fails_open_chooses_itself_without_its_picker(
-    start: Callable[..., Behind], mode: dict[str, Any], fault: signal.Signals
+def test_a_gateway_that_fails_open_chooses_instances_without_its_picker(
+    start: Callable[..., EnvoyWithPicker], mode: dict[str, Any], fault: signal.Signals
 ) -> None:
-    behind = start({**mode, "failure_mode_allow": True})
-    wait_until(lambda: behind.chat().headers.get("x-router-mixed"), "a placement")
-    behind.picker.signal(fault)
-    # Of a streamed body Envoy keeps nothing: the first requests fail, until it knows that the picker is gone.
-    assert {behind.chat().status_code for _ in range(2)} <= ({200} if mode is BUFFERED else {200, 503})
-    wait_until(lambda: behind.chat().status_code == 200, "a response without the picker")
-    assert "x-router-mixed" not in behind.chat().headers
+    gateway = start({**mode, "failure_mode_allow": True})
+    wait_until(lambda: gateway.chat().headers.get("x-router-mixed"), "a placement")
+    gateway.picker.signal(fault)
+    # Envoy does not store streamed bodies: the first requests fail, until it has detected the picker's loss.
+    assert {gateway.chat().status_code for _ in range(2)} <= ({200} if mode is BUFFERED else {200, 503})
+    wait_until(lambda: gateway.chat().status_code == 200, "a response without the picker")
+    assert "x-router-mixed" not in gateway.chat().headers
 
 
-def test_a_picker_of_two_workers_places_requests_until_it_is_told_to_end(start: Callable[..., Behind]) -> None:
-    behind = start({}, "--workers", "2")
-    wait_until(lambda: behind.chat().headers.get("x-router-mixed"), "a placement")
-    assert {behind.chat().status_code for _ in range(4)} == {200}
-    behind.picker.signal(signal.SIGTERM)
-    assert behind.picker.wait() == 0
+def test_a_picker_of_two_workers_chooses_instances_until_sigterm(start: Callable[..., EnvoyWithPicker]) -> None:
+    gateway = start({}, "--workers", "2")
+    wait_until(lambda: gateway.chat().headers.get("x-router-mixed"), "a placement")
+    assert {gateway.chat().status_code for _ in range(4)} == {200}
+    gateway.picker.signal(signal.SIGTERM)
+    assert gateway.picker.wait() == 0
 
 
-def test_without_grpc_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_without_grpc_names_the_package_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch("importlib.util.find_spec", return_value=None):
         assert main(["epp"]) == 2
     assert capsys.readouterr().err == f"router: {NO_GRPC}\n"
 
 
-def test_a_port_in_use_is_refused_in_a_sentence() -> None:
+def test_a_port_in_use_is_refused_with_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert try_to_start(other.getsockname()[1]) == (2, REFUSED.format(other.getsockname()[1]))
 
@@ -123,7 +123,7 @@ def test_two_pickers_do_not_share_a_port(tmp_path: Path, first: str, second: str
 
 
 def try_to_start(port: int, *flags: str) -> tuple[int, str]:
-    """Start a picker that cannot use its port; return its status and what it says."""
+    """Start a picker that cannot use its port; return its status and its message."""
     argv = [*EPP, "--epp-port", str(port), *flags]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stderr

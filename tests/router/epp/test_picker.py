@@ -1,4 +1,4 @@
-"""Requests that arrive at a real Envoy, for which the picker chooses."""
+"""Requests to a real Envoy, for which the picker chooses instances."""
 
 from __future__ import annotations
 
@@ -35,17 +35,15 @@ DUPLEX: dict[str, Any] = {}
 BUFFERED: dict[str, Any] = {"processing_mode": {"request_body_mode": "BUFFERED"}}
 
 
-def loads(router: RouterUnderTest) -> list[tuple[int, float]]:
+def list_loads(router: RouterUnderTest) -> list[tuple[int, float]]:
     return [(instance.load.requests, instance.load.queued) for instance in router.app.registry]
 
 
 def is_idle(router: RouterUnderTest) -> bool:
-    return not router.app.proxy.num_requests and not any(requests for requests, _ in loads(router))
+    return not router.app.proxy.num_requests and not any(requests for requests, _ in list_loads(router))
 
 
-def test_a_request_gets_the_answer_of_the_instance_and_leaves_a_record(
-    make_gateway: MakeGateway, stand_in: MakeStandIn
-) -> None:
+def test_a_request_gets_the_instances_response_and_a_record(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     gateway = make_gateway(instance)
     answer = gateway.chat(user="u")
@@ -64,12 +62,12 @@ def test_a_stream_arrives_piece_by_piece(make_gateway: MakeGateway, stand_in: Ma
     with gateway.stream() as response:
         lines = response.iter_lines()
         assert [next(lines), next(lines), next(lines)] == ["data: 1", "", "data: 2"]
-        assert loads(gateway.router)[0][0] == 1
+        assert list_loads(gateway.router)[0][0] == 1
     wait_until(lambda: is_idle(gateway.router), "the release of a request whose client left")
     wait_until(lambda: instance.left == 1, "the end of the request at the instance")
 
 
-def test_large_bodies_arrive_whole(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+def test_large_bodies_arrive_unchanged(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
     text = "many words " * 60_000
     instance = stand_in("mixed", answers(200, chat_answer(text)))
     gateway = make_gateway(instance)
@@ -134,8 +132,8 @@ def test_a_body_that_the_gateway_cannot_buffer_is_413(make_gateway: MakeGateway,
 
 
 def test_the_gateway_does_not_repeat_a_refusal_of_the_picker(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
-    held = stand_in("mixed", stalls("1"))
-    gateway = make_gateway(held, change_listener=retry_all, max_concurrent_requests=1, max_queued_requests=0)
+    busy = stand_in("mixed", stalls("1"))
+    gateway = make_gateway(busy, change_listener=retry_all, max_concurrent_requests=1, max_queued_requests=0)
     with gateway.stream() as first:
         lines = first.iter_lines()
         assert next(lines) == "data: 1"
@@ -148,16 +146,16 @@ def test_the_gateway_does_not_repeat_a_refusal_of_the_picker(make_gateway: MakeG
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_full_instances_are_answered_as_by_the_router(
+def test_the_response_of_full_instances_is_that_of_the_router(
     make_gateway: MakeGateway, make_router: MakeRouter, stand_in: MakeStandIn, status: int
 ) -> None:
-    full = [stand_in("mixed", is_full(status)) for _ in range(2)]
+    full = [stand_in("mixed", refuses(status)) for _ in range(2)]
     routed, picked = make_router(*full).chat(), make_gateway(*full).chat()
     assert (picked.status_code, picked.content) == (routed.status_code, routed.content) == (status, b"{}")
     assert picked.headers.get("retry-after") == routed.headers.get("retry-after") == "7"
 
 
-def is_full(status: int) -> Behaviour:
+def refuses(status: int) -> Behaviour:
     async def behave(_: Received, respond: Responder) -> None:
         await respond.answer(status, b"{}", ("retry-after", "7"))
 
@@ -213,7 +211,7 @@ def test_another_instance_responds_if_the_first_one_fails(
     assert is_idle(gateway.router)
 
 
-def test_a_stream_begins_elsewhere_if_the_instance_has_died(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
+def test_a_stream_begins_at_another_instance_if_one_has_died(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
     instances = [stand_in("mixed", streams("a", "b")) for _ in range(2)]
     gateway = make_gateway(*instances)
     instances[0].stop()
@@ -234,27 +232,25 @@ def test_a_refusal_of_an_instance_is_passed_on(make_gateway: MakeGateway, stand_
     assert (answer.status_code, answer.json()) == (422, {"error": {"message": "no"}})
 
 
-def test_paths_of_clients_without_an_instance_are_answered_by_the_router(
-    make_gateway: MakeGateway, stand_in: MakeStandIn
-) -> None:
+def test_the_router_answers_paths_that_need_no_choice(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
     gateway = make_gateway(stand_in())
     assert gateway.client.get("/v1/models").json()["data"][0]["id"] == "m"
     assert gateway.client.get("/admin/requests").status_code == 404
     assert gateway.client.post("/tokenize", json={"prompt": "a"}).status_code == 200
 
 
-def test_the_picker_decides_as_the_router_does(
+def test_the_picker_makes_the_same_choices_as_the_router(
     make_gateway: MakeGateway, make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instances = [stand_in() for _ in range(3)]
-    routed = place_conversations(make_router(*instances).chat)
-    picked = place_conversations(make_gateway(*instances).chat)
+    routed = choose_for_conversations(make_router(*instances).chat)
+    picked = choose_for_conversations(make_gateway(*instances).chat)
     assert picked == routed
     assert len({choice.split()[0] for choice in routed}) == 3
 
 
-def place_conversations(chat: Callable[..., object]) -> list[str]:
-    """Return the instances of the turns of several conversations, each longer than the last one."""
+def choose_for_conversations(chat: Callable[..., object]) -> list[str]:
+    """Send the turns of several growing conversations; return the instance and the decision of each turn."""
     chosen = []
     for turn in range(NUM_TURNS):
         text = f"conversation {turn % 5} " * 100 * (1 + turn // 5)
@@ -281,7 +277,7 @@ def list_requests() -> list[object]:
     return [each for each in gc.get_objects() if type(each).__name__ in ("GatewayRequest", "GatewayExchange")]
 
 
-def test_the_body_of_a_buffered_request_is_sent_as_the_instance_needs_it(
+def test_a_buffered_request_has_its_id_and_length_at_the_instance(
     make_gateway: MakeGateway, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in("mixed", streams("a"))
@@ -294,24 +290,20 @@ def test_the_body_of_a_buffered_request_is_sent_as_the_instance_needs_it(
     assert received.header("content-length") == str(len(received.body))
 
 
-def test_a_gateway_that_does_not_send_bodies_is_told_what_to_set(make_gateway: MakeGateway) -> None:
+def test_the_error_for_a_gateway_without_bodies_names_the_setting(make_gateway: MakeGateway) -> None:
     answer = make_gateway(ext_proc={"processing_mode": {"request_body_mode": "NONE"}}).chat()
     assert answer.status_code == 500
     assert "request_body_mode FULL_DUPLEX_STREAMED" in answer.json()["error"]["message"]
 
 
-def test_a_request_that_takes_too_long_ends_with_the_routers_error(
-    make_gateway: MakeGateway, stand_in: MakeStandIn
-) -> None:
+def test_a_request_that_times_out_has_the_routers_error(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
     instance = stand_in("mixed", never_answers)
     answer = make_gateway(instance, request_timeout_secs=0.5).chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
     wait_until(lambda: instance.left == 1, "the end of the request at the instance")
 
 
-def test_a_stream_is_served_elsewhere_if_its_instance_stops_answering(
-    make_gateway: MakeGateway, stand_in: MakeStandIn
-) -> None:
+def test_a_stream_moves_to_another_instance_if_its_own_hangs(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
     hung, other = stand_in("mixed", never_answers), stand_in("mixed", streams("a", "b"))
     settings = {"health_check_interval_secs": 0.2, "health_check_timeout_secs": 0.2, "health_failure_threshold": 1}
     gateway = make_gateway(hung, other, **settings)
@@ -324,15 +316,15 @@ def test_a_stream_is_served_elsewhere_if_its_instance_stops_answering(
 
 
 def test_requests_wait_for_their_turn(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
-    go_on = threading.Event()
-    instance = stand_in("mixed", streams_until(go_on))
+    may_end = threading.Event()
+    instance = stand_in("mixed", streams_until(may_end))
     gateway = make_gateway(instance, max_concurrent_requests=1)
     with gateway.stream() as first, ThreadPoolExecutor() as others:
         lines = first.iter_lines()
         assert next(lines) == "data: 1"
         second = others.submit(gateway.chat, stream=True)
-        wait_until(lambda: gateway.router.app.admission.waiting == 1, "the second request to wait")
-        go_on.set()
+        wait_until(lambda: gateway.router.app.admission.waiting == 1, "the wait of the second request")
+        may_end.set()
         assert second.result(20).text.endswith("data: [DONE]\n\n")
     assert len(instance.received) == 2
 

@@ -1,4 +1,4 @@
-"""The endpoint picker protocol, message by message, without a gateway between."""
+"""The endpoint picker protocol: single messages, without a gateway."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BODY = b'{"messages": []}'
 
 
 class Client:
-    """A gateway that sends what a test wants."""
+    """A gateway that sends the messages of a test."""
 
     def __init__(self, thread: LoopThread, router: RouterUnderTest, channel: Any) -> None:
         self.thread = thread
@@ -33,7 +33,7 @@ class Client:
         self.channel = channel
 
     def exchange(self, messages: Sequence[Any], num_answers: int) -> list[Any]:
-        """Send messages in one stream; return so many answers, and leave."""
+        """Send messages in one stream, return this number of answers, and cancel the stream."""
         return self.thread.run(self._exchange(messages, num_answers))
 
     def check(self, service: str) -> str:
@@ -48,7 +48,7 @@ class Client:
         return self.thread.run(ask())
 
     def open(self) -> Any:
-        """Begin a stream, for a test that looks at what is sent at which time."""
+        """Begin a stream, for tests that depend on the times of messages."""
         return self.thread.run(self._open())
 
     async def _open(self) -> Any:
@@ -67,7 +67,7 @@ class Client:
 
 @pytest.fixture
 def make_client(make_router: MakeRouter, thread: LoopThread) -> Iterator[Callable[..., Client]]:
-    """Starts a picker, and a client of it: ``make_client(*stand_ins, **settings)``."""
+    """A function that starts a picker and its client: ``make_client(*stand_ins, **settings)``."""
     from router.epp import Picker
 
     opened: list[tuple[Picker, Any]] = []
@@ -165,7 +165,7 @@ def test_a_subset_without_an_instance_is_503(make_client: MakeClient, stand_in: 
     assert answer.immediate_response.status.code == 503
 
 
-def test_a_request_without_body_is_placed_by_its_head(make_client: MakeClient, stand_in: MakeStandIn) -> None:
+def test_a_request_without_body_needs_only_its_head(make_client: MakeClient, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     head = make_head("/v1/responses/resp_1", method="GET")
     head.request_headers.end_of_stream = True
@@ -189,7 +189,7 @@ def test_a_body_beyond_the_limit_is_413(make_client: MakeClient) -> None:
     assert answer.immediate_response.status.code == 413
 
 
-def test_the_load_of_a_request_that_is_given_up_is_released(make_client: MakeClient, stand_in: MakeStandIn) -> None:
+def test_the_load_of_a_cancelled_request_is_released(make_client: MakeClient, stand_in: MakeStandIn) -> None:
     client = make_client(stand_in())
     (instance,) = client.router.app.registry
     client.exchange([make_head(), make_body()], 2)
@@ -213,7 +213,7 @@ def test_a_response_counts_for_the_instance_that_the_gateway_has_used(
     assert [instance.load.requests for instance in client.router.app.registry] == [0, 0]
 
 
-def test_the_health_service_knows_whether_there_is_an_instance(make_client: MakeClient, stand_in: MakeStandIn) -> None:
+def test_the_health_service_reports_if_there_is_an_instance(make_client: MakeClient, stand_in: MakeStandIn) -> None:
     names = ("liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor", "")
     client = make_client(stand_in())
     assert [client.check(name) for name in names] == ["SERVING"] * 4
@@ -225,7 +225,7 @@ def test_the_health_service_knows_whether_there_is_an_instance(make_client: Make
         client.check("x")
 
 
-def test_it_has_tls_if_the_router_has(make_client: MakeClient, tmp_path: Any) -> None:
+def test_the_picker_has_tls_if_the_router_has(make_client: MakeClient, tmp_path: Any) -> None:
     certificate = make_certificate(tmp_path)
     credentials = grpc.ssl_channel_credentials(certificate.certfile.read_bytes())
     files = {"ssl_certfile": str(certificate.certfile), "ssl_keyfile": str(certificate.keyfile)}
@@ -246,7 +246,7 @@ def test_the_gateways_own_response_is_passed_on(make_client: MakeClient, stand_i
 
     client = make_client(stand_in())
     own = [make_response_head(429), make_response_body(b"slow ", is_end=False), make_response_body(b"down")]
-    late = [make_body(BODY[5:])]  # was on its way, and must not complete the request
+    late = [make_body(BODY[5:])]  # arrives late, and must not complete the request
     head, *pieces = client.exchange([make() for make in UPLOAD[:num_sent]] + own + late[:num_sent], 3)
     assert head.HasField("response_headers")
     assert not head.response_headers.response.header_mutation.set_headers
@@ -269,7 +269,7 @@ def test_the_gateways_own_response_ends_the_wait_for_an_instance(
         send(client, call, make_head(), make_body())
         if call is first:
             assert read_choice(read(client, call))
-    wait_until(lambda: app.admission.waiting == 1, "the second request to wait")
+    wait_until(lambda: app.admission.waiting == 1, "the wait of the second request")
     send(client, second, make_response_head(504))
     assert read(client, second).HasField("response_headers")
     wait_until(lambda: app.admission.waiting == 0 and app.proxy.num_requests == 1, "the end of the wait")
@@ -292,7 +292,7 @@ def test_a_response_without_status_is_refused(make_client: MakeClient, stand_in:
 
 
 @pytest.mark.parametrize("num_sent", [1, 2], ids=["head", "part of the body"])
-def test_a_request_whose_rest_does_not_arrive_is_408_and_its_stream_ends(
+def test_an_incomplete_request_is_408_and_its_stream_ends(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, num_sent: int
 ) -> None:
     monkeypatch.setattr("router.epp.picker.READ_SECONDS", 0.2)
@@ -303,11 +303,11 @@ def test_a_request_whose_rest_does_not_arrive_is_408_and_its_stream_ends(
     assert answer.status.code == 408
     assert b'"the rest of the request did not arrive within 0.2 s"' in answer.body
     assert read(client, call) is grpc.aio.EOF
-    assert client.thread.run(code_of(call)) is grpc.StatusCode.OK
+    assert client.thread.run(get_code(call)) is grpc.StatusCode.OK
     assert [(record["status"], record["error"]) for record in list_records(client)] == [(408, "request_incomplete")]
 
 
-def test_a_request_that_arrives_slowly_has_the_time_of_a_request(make_client: MakeClient) -> None:
+def test_a_request_that_arrives_slowly_ends_at_the_request_timeout(make_client: MakeClient) -> None:
     client = make_client(request_timeout_secs=1)
     call = client.open()
     send(client, call, make_head())
@@ -315,12 +315,12 @@ def test_a_request_that_arrives_slowly_has_the_time_of_a_request(make_client: Ma
     while not answered.done() and seconds < 20:
         send(client, call, make_body(b" ", is_end=False))
         seconds += client.thread.run(pause())
-    answer = client.thread.run(value_of(answered)).immediate_response
+    answer = client.thread.run(get_result(answered)).immediate_response
     assert answer.status.code == 408
     assert b"did not arrive within 1 s" in answer.body
 
 
-def test_a_gateway_that_buffers_the_body_may_be_silent_meanwhile(
+def test_a_gateway_may_be_silent_while_it_buffers_the_body(
     make_client: MakeClient, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from router.epp.protos import BUFFERED, FULL_DUPLEX_STREAMED
@@ -344,7 +344,7 @@ def test_a_stream_without_a_message_ends(make_client: MakeClient, monkeypatch: p
     assert read(client, client.open()) is grpc.aio.EOF
 
 
-def test_a_refused_body_says_how_to_give_a_key(make_client: MakeClient, tmp_path: Path) -> None:
+def test_a_refusal_without_a_key_names_the_form_of_the_key(make_client: MakeClient, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("client: secret-of-this-test\n")
     keys.chmod(0o600)
@@ -375,7 +375,7 @@ def read(client: Client, call: Any) -> Any:
     return client.thread.run(wait())
 
 
-async def code_of(call: Any) -> Any:
+async def get_code(call: Any) -> Any:
     return await call.code()
 
 
@@ -383,7 +383,7 @@ async def begin_reading(call: Any) -> Any:
     return asyncio.ensure_future(call.read())
 
 
-async def value_of(future: Any) -> Any:
+async def get_result(future: Any) -> Any:
     return await asyncio.wait_for(future, 10)
 
 

@@ -1,10 +1,10 @@
-"""The tests that FastDeploy has for its own routers, which of our tests make the same checks, and where ours differ.
+"""FastDeploy's tests of its routers, our tests with the same checks, and the differences.
 
 ``recorded_names.txt`` has the name of each test of FastDeploy 2.6 (branch r3_eos_2.6): of its Python router
-(``tests/router``), and of its Go router (``fastdeploy/golang_router``, named without its first folder). Behind the name
-are our tests, in ``tests/router``, with commas; or ``-``. What has other results, or no test of ours, is in
-``DIFFERENT`` and ``NOT_APPLICABLE`` with its reason. ``docs/internals/fastdeploy_router_tests.md`` shows the same;
-print its lists with::
+(``tests/router``), and of its Go router (``fastdeploy/golang_router``, named without its first folder). After the name
+are our tests in ``tests/router``, separated by commas, or ``-``. ``DIFFERENT`` has the reasons why our results differ;
+``NOT_APPLICABLE`` those why there is no test of ours. ``docs/internals/fastdeploy_router_tests.md`` has the same lists;
+print them with::
 
     python -m tests.router.fastdeploy.origins
 """
@@ -20,7 +20,7 @@ RECORDED = {
     name: [] if ours == "-" else ours.split(",")
     for name, ours in map(str.split, Path(__file__).with_name("recorded_names.txt").read_text().splitlines())
 }
-"""Each test of FastDeploy's, as ``file::name``, with our tests that make the same checks."""
+"""Our tests with the same checks, by FastDeploy's test as ``file::name``."""
 
 _UTILS = "tests/router/test_router_utils.py"
 _GATEWAY = "golang_router/internal/gateway/completions_test.go"
@@ -84,7 +84,7 @@ DIFFERENT: Mapping[str, str] = {
     f"{_SCHEDULER}/load_strategy_test.go::TestProcessTokensSelectWorker": _NO_CANDIDATES,
     f"{_SCHEDULER}/load_strategy_test.go::TestRequestNumSelectWorker": _NO_CANDIDATES,
 }
-"""By name, what differs on purpose, and why."""
+"""The reasons for intended differences, by test."""
 
 NOT_APPLICABLE: Mapping[str, str] = {
     f"{_GATEWAY}::TestMain": "sets up the log for the other tests of its package",
@@ -96,24 +96,24 @@ NOT_APPLICABLE: Mapping[str, str] = {
     "golang_router/pkg/logger/logger_test.go::TestContextPrefix": "the router's log has no such "
     "prefix, a request's id is in the access log; fails in FastDeploy 2.6 itself, which writes no `[request_id:null]`",
 }
-"""By name, why there is nothing to translate."""
+"""The reasons why a test does not apply, by test."""
 
 
 def render_lists() -> str:
-    """The lists of the page, by file: what passes, what differs, and what does not apply."""
+    """Return the lists of the page by file: the tests that pass, that differ, and that do not apply."""
     passing = dict.fromkeys(RECORDED.keys() - DIFFERENT.keys() - NOT_APPLICABLE.keys(), "")
     parts = ["## Pass\n"]
-    for file, _, names in _by_file_and_reason(passing):
-        parts.append(f"**`{file}`** ({len(names)}): {_list(names)}.\n")
+    for file, _, names in _group_by_reason(passing):
+        parts.append(f"**`{file}`** ({len(names)}): {_join_names(names)}.\n")
     for title, reasons in (("Different on purpose", DIFFERENT), ("Does not apply", NOT_APPLICABLE)):
         parts.append(f"## {title}\n\n| file | tests | why |\n|---|---|---|")
-        parts += [f"| `{file}` | {_list(names)} | {why} |" for file, why, names in _by_file_and_reason(reasons)]
+        parts += [f"| `{file}` | {_join_names(names)} | {why} |" for file, why, names in _group_by_reason(reasons)]
         parts.append("")
     return "\n".join(parts)
 
 
-def _by_file_and_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str, list[str]]]:
-    """The tests of these reasons, in the recorded order; those of one file with one reason together."""
+def _group_by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the tests with these reasons by file and reason, in the recorded order."""
     groups: dict[tuple[str, str], list[str]] = {}
     for each in RECORDED:
         if each in reasons:
@@ -123,7 +123,7 @@ def _by_file_and_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str, 
         yield file, why, names
 
 
-def _list(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 

@@ -1,4 +1,4 @@
-"""FastDeploy's tests of its routers for which no other test of ours makes the same check."""
+"""Checks of FastDeploy's tests of its routers that no other test of ours makes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_prompts_are_compared_in_their_order(body: dict[str, Any], texts: list[s
     compared = _encode_prompt(body).decode()
     places = [compared.index(each) for each in texts]
     assert places == sorted(places)
-    assert chunk_hashes(body) == []  # of less than a whole chunk nothing is remembered
+    assert chunk_hashes(body) == []  # less than one chunk has no hash
 
 
 def test_a_connector_port_that_is_missing_is_0_for_prefill_instances(
@@ -64,8 +64,8 @@ def test_health_generate_probes_the_pair(make_router: MakeRouter, stand_in: Make
     assert (prefill.probes, decode.probes) == (before[0] + 1, before[1] + 1)
 
 
-@pytest.mark.parametrize("hanging", [stalls("first-chunk"), never_answers], ids=["in a stream", "before its answer"])
-def test_a_prefill_that_hangs_behind_decodes_answer_is_ended(
+@pytest.mark.parametrize("hanging", [stalls("first-chunk"), never_answers], ids=["in a stream", "before its response"])
+def test_a_prefill_that_hangs_after_decodes_response_is_ended(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, hanging: Behaviour
 ) -> None:
     monkeypatch.setattr("router.serving.attempt.PREFILL_GRACE_SECONDS", 0.05)
@@ -86,13 +86,11 @@ def test_a_request_and_its_tokens_are_counted_until_they_end() -> None:
     assert (load.requests, load.tokens, load.queued) == (0, 0, 0.0)
 
 
-def test_a_request_is_counted_off_once_however_often_it_is_ended(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_request_that_ends_twice_is_subtracted_once(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(stand_in("mixed", stalls("1")))
     (instance,) = router.app.registry
     with router.stream() as response:
-        pieces = response.iter_raw()  # kept, as the client would leave without it
+        pieces = response.iter_raw()  # a reference, so that the client does not close the stream
         next(pieces)
         (serving,) = router.app.proxy._live
         attempt = serving.attempt
@@ -110,7 +108,7 @@ def test_a_request_is_counted_off_once_however_often_it_is_ended(
 
 @pytest.fixture
 def root_log() -> Iterator[logging.Logger]:
-    """The root of all loggers, without handlers; all is as before when the test is over."""
+    """The root logger without handlers. The fixture restores the handlers and the levels."""
     loggers = [logging.getLogger(name) for name in (None, "router", "uvicorn")]
     root, levels = loggers[0], [logger.level for logger in loggers]
     handlers, root.handlers = root.handlers, []
@@ -133,7 +131,7 @@ def test_the_log_goes_to_a_file_in_the_folder_logs(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.usefixtures("root_log")
 @pytest.mark.parametrize("level", ["debug", "info", "warn", "error"])
-def test_each_level_has_itself_and_all_above_it(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_log_level_includes_the_higher_levels(level: str, capsys: pytest.CaptureFixture[str]) -> None:
     open_log(RouterSettings(log_level=level, log_output="stdout"))
     log, levels = logging.getLogger("router.test"), ["debug", "info", "warn", "error"]
     for name in levels:
@@ -142,7 +140,7 @@ def test_each_level_has_itself_and_all_above_it(level: str, capsys: pytest.Captu
     assert [name for name in levels if f"{name} message" in written] == levels[levels.index(level) :]
 
 
-def test_counters_are_there_and_explained_from_the_start(make_router: MakeRouter) -> None:
+def test_counters_have_help_and_type_before_the_first_request(make_router: MakeRouter) -> None:
     text = make_router(dialect="go").client.get("/metrics").text
     assert "# HELP http_requests_total Total number of HTTP requests" in text
     assert "# HELP inference_requests_total Total number of inference requests" in text

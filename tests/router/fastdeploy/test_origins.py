@@ -1,4 +1,4 @@
-"""No test of FastDeploy's is left out in silence: a test of ours makes the same check, or there is a reason."""
+"""Each test of FastDeploy's routers has a test of ours with the same check, or a reason why not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = TESTS.parents[1] / "docs" / "internals" / "fastdeploy_router_tests.md"
 
 
 def test_the_list_has_all_115_tests() -> None:
-    """22 of the Python router; of the Go router 92, and the set-up of one package."""
+    """There are 22 tests of the Python router, and 92 of the Go router with the set-up of one package."""
     assert len(RECORDED) == 115
     assert sum(name.startswith("tests/router/") for name in RECORDED) == 22
 
@@ -27,6 +27,6 @@ def test_the_tests_of_ours_exist() -> None:
             assert f"def {name}(" in (TESTS / file).read_text(), f"{file}::{name}"
 
 
-def test_what_is_documented_is_what_the_table_says() -> None:
-    """The page ends with the lists as ``python -m tests.router.fastdeploy.origins`` prints them."""
+def test_the_page_has_the_lists_of_the_table() -> None:
+    """The page ends with the output of ``python -m tests.router.fastdeploy.origins``."""
     assert PAGE.read_text().partition("## Pass")[2] == render_lists().partition("## Pass")[2]
