@@ -169,9 +169,9 @@ class Engine:
         """Submit prompts so that the engine has all of them before its next step, even if this thread is slow."""
         are_submitted = threading.Event()
         self.core.call(are_submitted.wait)
-        begun = [self.begin(prompt, max_tokens, **more) for prompt in prompts]
+        submitted = [self.begin(prompt, max_tokens, **more) for prompt in prompts]
         are_submitted.set()
-        return begun
+        return submitted
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> SubmittedRequest:
         """Submit a prompt, and wait until it has ended and all its blocks are saved."""

@@ -35,7 +35,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 3900, "temperature": 0, "ignore_eos": T
 
 
 @dataclass(frozen=True)
-class Served:
+class RunningInstance:
     """A running instance, and its clients."""
 
     process: Child
@@ -73,7 +73,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(model: Path, folder: Path) -> Iterator[Served]:
+def serving(model: Path, folder: Path) -> Iterator[RunningInstance]:
     port, metrics_port = free_ports(2)
     router = Router()
     argv = [sys.executable, "-m", "engine.api_server", "--model", str(model), "--served-model-name", MODEL]
@@ -85,15 +85,15 @@ def serving(model: Path, folder: Path) -> Iterator[Served]:
             process.wait_for(lambda: bool(router.registered), "registration", 60)
             path, card = router.registered[0]
             assert path == "/register"
-            yield Served(process, port, metrics_port, folder / "api_server.log", card)
+            yield RunningInstance(process, port, metrics_port, folder / "api_server.log", card)
     finally:
         router.stop()
 
 
 @pytest.fixture(scope="module")
-def instance(word_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(word_model, tmp_path_factory.mktemp("instance")) as served:
-        yield served
+def instance(word_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningInstance]:
+    with serving(word_model, tmp_path_factory.mktemp("instance")) as instance:
+        yield instance
 
 
 @pytest.fixture(autouse=True)
@@ -101,18 +101,18 @@ def wait_until_the_instance_is_idle(request: pytest.FixtureRequest) -> Iterator[
     """Each test leaves the shared instance idle."""
     yield
     if "instance" in request.fixturenames:
-        served: Served = request.getfixturevalue("instance")
-        wait_until(lambda: served.num_running == 0, "the instance to be idle")
+        instance: RunningInstance = request.getfixturevalue("instance")
+        wait_until(lambda: instance.num_running == 0, "the instance to be idle")
 
 
-def chat(served: Served, text: str = "Where is the river?", **more: Any) -> Any:
+def chat(instance: RunningInstance, text: str = "Where is the river?", **more: Any) -> Any:
     messages: Any = [{"role": "user", "content": text}]
-    with served.openai as client:
+    with instance.openai as client:
         return client.chat.completions.create(model=MODEL, messages=messages, **{"temperature": 0, **more})
 
 
-def chat_stream(served: Served, text: str = "Where is the river?", **more: Any) -> list[Any]:
-    with served.openai as client:
+def chat_stream(instance: RunningInstance, text: str = "Where is the river?", **more: Any) -> list[Any]:
+    with instance.openai as client:
         messages: Any = [{"role": "user", "content": text}]
         options = {"temperature": 0, "stream": True, **more}
         return list(client.chat.completions.create(model=MODEL, messages=messages, **options))
@@ -123,7 +123,7 @@ def text_of(chunks: list[Any]) -> str:
 
 
 class TestChat:
-    def test_a_response_without_streaming_is_complete(self, instance: Served) -> None:
+    def test_a_response_without_streaming_is_complete(self, instance: RunningInstance) -> None:
         answer = chat(instance, max_tokens=12)
         assert answer.object == "chat.completion"
         assert answer.model == MODEL
@@ -134,20 +134,20 @@ class TestChat:
         assert answer.usage.completion_tokens == 12
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
 
-    def test_a_stream_has_the_same_text_in_pieces(self, instance: Served) -> None:
+    def test_a_stream_has_the_same_text_in_pieces(self, instance: RunningInstance) -> None:
         chunks = chat_stream(instance, max_tokens=12)
         assert text_of(chunks) == chat(instance, max_tokens=12).choices[0].message.content
         assert chunks[0].choices[0].delta.role == "assistant"
         assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 11 + ["length"]
         assert len({chunk.id for chunk in chunks}) == 1
 
-    def test_a_stream_reports_usage_if_requested(self, instance: Served) -> None:
+    def test_a_stream_reports_usage_if_requested(self, instance: RunningInstance) -> None:
         *_, last = chat_stream(instance, max_tokens=5, stream_options={"include_usage": True})
         assert last.choices == []
         assert last.usage.completion_tokens == 5
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_stop_string_ends_the_response_before_it(self, instance: Served, stream: bool) -> None:
+    def test_a_stop_string_ends_the_response_before_it(self, instance: RunningInstance, stream: bool) -> None:
         whole = chat(instance, max_tokens=12).choices[0].message.content
         stop = whole[20:26]
         expected = whole.partition(stop)[0]
@@ -162,7 +162,7 @@ class TestChat:
             # A word is a token. The tokens that contain the stop string count, too.
             assert answer.usage.completion_tokens == len(whole[: whole.index(stop) + len(stop)].split())
 
-    def test_logprobs_contain_each_token_and_its_likeliest_alternatives(self, instance: Served) -> None:
+    def test_logprobs_contain_each_token_and_its_likeliest_alternatives(self, instance: RunningInstance) -> None:
         answer = chat(instance, max_tokens=6, logprobs=True, top_logprobs=3)
         tokens = answer.choices[0].logprobs.content
         assert "".join(token.token for token in tokens) == answer.choices[0].message.content
@@ -173,13 +173,13 @@ class TestChat:
             assert (token.token, token.logprob) == (token.top_logprobs[0].token, values[0])  # greedy
             assert bytes(token.bytes).decode() == token.token
 
-    def test_streamed_logprobs_come_with_their_tokens(self, instance: Served) -> None:
+    def test_streamed_logprobs_come_with_their_tokens(self, instance: RunningInstance) -> None:
         chunks = chat_stream(instance, max_tokens=6, logprobs=True)
         for chunk in chunks:
             (token,) = chunk.choices[0].logprobs.content
             assert token.token == chunk.choices[0].delta.content
 
-    def test_a_stop_string_ends_no_response_before_min_tokens(self, instance: Served) -> None:
+    def test_a_stop_string_ends_no_response_before_min_tokens(self, instance: RunningInstance) -> None:
         whole = chat(instance, max_tokens=12).choices[0].message.content
         first, last = whole.split()[0], whole.split()[10]
         for stop, num_tokens in ((first, 12), ([first, last], 11)):
@@ -190,7 +190,7 @@ class TestChat:
 
 
 class TestCompletions:
-    def test_a_response_and_a_stream_have_the_same_text(self, instance: Served) -> None:
+    def test_a_response_and_a_stream_have_the_same_text(self, instance: RunningInstance) -> None:
         with instance.openai as client:
             ask: dict[str, Any] = {"model": MODEL, "prompt": " the river", "max_tokens": 8, "temperature": 0}
             whole = client.completions.create(**ask)
@@ -201,37 +201,37 @@ class TestCompletions:
 
 
 class TestEndpoints:
-    def test_the_model_list_has_the_served_model_and_its_context_length(self, instance: Served) -> None:
+    def test_the_model_list_has_the_served_model_and_its_context_length(self, instance: RunningInstance) -> None:
         with instance.openai as client:
             (model,) = client.models.list().data
         assert (model.id, model.model_dump()["max_model_len"]) == (MODEL, 4000)
 
     @pytest.mark.parametrize("path", ["/clear_prefix_cache", "/reset_prefix_cache"])
-    def test_both_paths_clear_the_own_cache(self, instance: Served, path: str) -> None:
+    def test_both_paths_clear_the_own_cache(self, instance: RunningInstance, path: str) -> None:
         chat(instance, LONG_PROMPT, max_tokens=1)
         assert instance.post(path, {}) == {"status": "success"}
         details = chat(instance, LONG_PROMPT, max_tokens=1).usage.prompt_tokens_details.model_dump()
         assert details["own_cached_tokens"] == 0
 
-    def test_an_instance_does_not_empty_the_pool(self, instance: Served) -> None:
+    def test_an_instance_does_not_empty_the_pool(self, instance: RunningInstance) -> None:
         with instance.http as client:
             answer = client.post("/reset_prefix_cache?reset_external=true")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_external")
         assert "not the shared pool; leave the parameter out" in answer.json()["error"]["message"]
 
-    def test_an_instance_is_ready(self, instance: Served) -> None:
+    def test_an_instance_is_ready(self, instance: RunningInstance) -> None:
         with instance.http as client:
             answer = client.get("/ready")
         assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
 
-    def test_both_ports_serve_metrics_in_prometheus_format(self, instance: Served) -> None:
+    def test_both_ports_serve_metrics_in_prometheus_format(self, instance: RunningInstance) -> None:
         for port in (instance.port, instance.metrics_port):
             answer = plain_http.get(f"http://127.0.0.1:{port}/metrics")
             assert answer.headers["content-type"].startswith("text/plain")
             for name in ("num_requests_running", "available_gpu_block_num", "time_to_first_token_seconds_bucket"):
                 assert f"fastdeploy:{name}" in answer.text
 
-    def test_a_model_is_found_only_by_its_name(self, instance: Served) -> None:
+    def test_a_model_is_found_only_by_its_name(self, instance: RunningInstance) -> None:
         with instance.openai as client:
             assert client.models.retrieve(MODEL).id == MODEL
             with pytest.raises(openai.NotFoundError, match='serves no model "other/one"; it serves "words"') as caught:
@@ -239,17 +239,17 @@ class TestEndpoints:
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/abort_requests"])
-    def test_the_error_for_a_body_that_is_not_json_says_so(self, instance: Served, path: str) -> None:
+    def test_the_error_for_a_body_that_is_not_json_says_so(self, instance: RunningInstance, path: str) -> None:
         with instance.http as client:
             answer = client.post(path, content=b"{'single': 'quotes'}")
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].startswith("the body is not valid JSON")
 
-    def test_the_openai_client_raises_bad_request_with_the_message(self, instance: Served) -> None:
+    def test_the_openai_client_raises_bad_request_with_the_message(self, instance: RunningInstance) -> None:
         with pytest.raises(openai.BadRequestError, match="temperature: Input should be greater than or equal to 0"):
             chat(instance, temperature=-1)
 
-    def test_every_request_has_a_line_in_the_log(self, instance: Served) -> None:
+    def test_every_request_has_a_line_in_the_log(self, instance: RunningInstance) -> None:
         chat(instance, max_tokens=3, extra_body={"request_id": "logged"})
         line = wait_until(
             lambda: next((one for one in instance.log.read_text().splitlines() if "request_id=logged" in one), ""),
@@ -258,7 +258,7 @@ class TestEndpoints:
         for field in ("finish_reason=length", "output_token_num=3", "storage_cache_token_num=0", "ttft="):
             assert field in line
 
-    def test_the_registration_has_fastdeploys_fields(self, instance: Served) -> None:
+    def test_the_registration_has_fastdeploys_fields(self, instance: RunningInstance) -> None:
         card = dict(instance.card)
         assert card.pop("connector_port") > 0
         assert card.pop("start_id")  # this field and the next two are ours
@@ -286,7 +286,9 @@ class TestAborts:
         [({"req_ids": ["chatcmpl-abc_0", "unknown"]}, ["unknown"]), ({"abort_all": True}, [])],
         ids=["by id", "all"],
     )
-    def test_an_abort_ends_a_request(self, instance: Served, aborted: dict[str, Any], not_found: list[str]) -> None:
+    def test_an_abort_ends_a_request(
+        self, instance: RunningInstance, aborted: dict[str, Any], not_found: list[str]
+    ) -> None:
         body = {"messages": [{"role": "user", "content": "go on"}], "stream": True, "request_id": "abc", **ENDLESS}
         with instance.http as client, client.stream("POST", "/v1/chat/completions", json=body) as stream:
             lines = stream.iter_lines()
@@ -297,20 +299,20 @@ class TestAborts:
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
 
-    def test_an_abort_without_requests_is_refused(self, instance: Served) -> None:
+    def test_an_abort_without_requests_is_refused(self, instance: RunningInstance) -> None:
         with instance.http as client:
             refused = client.post("/v1/abort_requests", json={})
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith('the body must have "req_ids"')
 
-    def test_a_client_that_disconnects_while_it_sends_causes_no_error(self, instance: Served) -> None:
+    def test_a_client_that_disconnects_while_it_sends_causes_no_error(self, instance: RunningInstance) -> None:
         with socket.create_connection(("127.0.0.1", instance.port)) as client:
             client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"pro')
         chat(instance, max_tokens=1)
         assert "Traceback" not in instance.log.read_text()
 
     @pytest.mark.parametrize("stream", [True, False])
-    def test_the_sequence_of_a_disconnected_client_is_aborted(self, instance: Served, stream: bool) -> None:
+    def test_the_sequence_of_a_disconnected_client_is_aborted(self, instance: RunningInstance, stream: bool) -> None:
         before = instance.num_aborted
         body = json.dumps({"prompt": " the", "stream": stream, **ENDLESS}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -476,7 +478,7 @@ class TestStarting:
         ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
         assert ended.stdout.endswith(f"{status} []\n")
 
-    def test_a_failed_start_exits_with_2_and_one_sentence(self, instance: Served, tmp_path: Path) -> None:
+    def test_a_failed_start_exits_with_2_and_one_sentence(self, instance: RunningInstance, tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "engine.api_server", "--model", "m", "--host", "127.0.0.1"]
         argv += ["--port", str(instance.port)]
         with child(argv, tmp_path / "output", {"FD_LOG_DIR": str(tmp_path)}, is_forked=True) as second:
@@ -495,22 +497,22 @@ class TestStarting:
 def test_sigterm_waits_for_responses_or_aborts_them_and_the_process_exits_with_0(
     word_model: Path, tmp_path: Path, max_tokens: int | None, reason: str | None
 ) -> None:
-    with serving(word_model, tmp_path) as served:
+    with serving(word_model, tmp_path) as instance:
         with contextlib.ExitStack() as stack:
             if max_tokens:
                 body = {"prompt": " the", "stream": True, **ENDLESS, "max_tokens": max_tokens}
-                client = stack.enter_context(served.http)
+                client = stack.enter_context(instance.http)
                 lines = stack.enter_context(client.stream("POST", "/v1/completions", json=body)).iter_lines()
                 next(lines)
-            served.process.signal(signal.SIGTERM)
+            instance.process.signal(signal.SIGTERM)
             if max_tokens:
                 *_, last, done = (line.removeprefix("data: ") for line in lines if line)
                 assert done == "[DONE]"
                 assert json.loads(last)["choices"][0]["finish_reason"] == reason
-        assert served.process.wait() == 0
+        assert instance.process.wait() == 0
         if reason == "abort":
             line = "stopping: waiting for 1 running request\n"
-            assert f"engine.api_server: {line}" in served.process.output
-            assert line in served.log.read_text()
-        assert "Traceback" not in served.process.output
-        assert "Traceback" not in served.log.read_text()
+            assert f"engine.api_server: {line}" in instance.process.output
+            assert line in instance.log.read_text()
+        assert "Traceback" not in instance.process.output
+        assert "Traceback" not in instance.log.read_text()

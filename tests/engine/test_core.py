@@ -39,7 +39,7 @@ def answer(tiny_checkpoint: Path) -> list[int]:
 
 
 @pytest.fixture
-def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def allow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The engine's steps wait until this event is set. It handles earlier aborts and requests before its next step."""
     go = threading.Event()
     run = engine.runner.run
@@ -81,12 +81,12 @@ def test_a_stop_token_of_the_request_ends_its_response(engine: Engine, answer: l
 
 
 def test_an_abort_ends_running_and_waiting_sequences_but_changes_no_finished_one(
-    engine: Engine, held: threading.Event
+    engine: Engine, allow_steps: threading.Event
 ) -> None:
     running, neighbour, waiting = (engine.begin(PROMPT, 12) for _ in range(3))
     for submitted in (running, waiting, running):  # the second abort of a sequence has no effect
         engine.core.abort_sequence(submitted.sequence)
-    held.set()
+    allow_steps.set()
     for submitted in (running, waiting):
         submitted.wait()
         assert submitted.finish_reason == "abort"
@@ -255,16 +255,16 @@ def only_expected_errors(request: pytest.FixtureRequest, caplog: pytest.LogCaptu
 
 
 def test_a_cleared_prefix_cache_fills_again_while_sequences_run(
-    engine: Engine, held: threading.Event, answer: list[int]
+    engine: Engine, allow_steps: threading.Event, answer: list[int]
 ) -> None:
-    held.set()
+    allow_steps.set()
     engine.answer(PROMPT, 1)
     assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 32
-    held.clear()
+    allow_steps.clear()
     running = engine.begin(PROMPT, 12)
     wait_until(lambda: engine.scheduler.running, "the sequence to run")
     engine.core.clear_prefix_cache()
-    held.set()
+    allow_steps.set()
     assert running.wait() == answer
     assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 0
     assert engine.answer(PROMPT, 1).sequence.own_cached_tokens == 32

@@ -23,7 +23,7 @@ PROMPT = Prompt.of_sequence(Sequence(Request("r", tuple(range(255)), SamplingPar
 
 
 @contextlib.asynccontextmanager
-async def receiving(silence_seconds: float = PATIENT) -> AsyncIterator[HandoverReceiver]:
+async def start_receiver(silence_seconds: float = PATIENT) -> AsyncIterator[HandoverReceiver]:
     """Start D's receiver on a free port. It closes a connection after ``silence_seconds`` without a message."""
     receiver = HandoverReceiver(None, silence_seconds, expiry_seconds=silence_seconds)
     await receiver.start_listening(socket.create_server((HOST, 0)))
@@ -34,7 +34,7 @@ async def receiving(silence_seconds: float = PATIENT) -> AsyncIterator[HandoverR
 
 
 @contextlib.asynccontextmanager
-async def connected(receiver: HandoverReceiver) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connect(receiver: HandoverReceiver) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Connect as a P. The test chooses its messages."""
     reader, writer = await asyncio.open_connection(HOST, receiver.port)
     try:
@@ -64,7 +64,7 @@ async def prefill(receiver: HandoverReceiver, request_id: str, own: int = 0, poo
 
 @in_event_loop
 async def test_a_waiting_request_gets_the_cached_tokens_of_p() -> None:
-    async with receiving() as receiver:
+    async with start_receiver() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         await eventually(lambda: receiver.num_pending, "the request to wait")
         await prefill(receiver, "r", 32, 16)
@@ -74,7 +74,7 @@ async def test_a_waiting_request_gets_the_cached_tokens_of_p() -> None:
 
 @in_event_loop
 async def test_a_request_can_arrive_after_p_has_finished() -> None:
-    async with receiving() as receiver:
+    async with start_receiver() as receiver:
         await prefill(receiver, "r", 32, 16)
         await eventually(lambda: receiver.num_pending, "P's result to arrive")
         assert await receiver.wait_for_prompt("r", PROMPT) == HandoverResult(32, 16)
@@ -84,7 +84,7 @@ async def test_a_request_can_arrive_after_p_has_finished() -> None:
 @in_event_loop
 async def test_p_may_compute_much_longer_than_the_limit_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.disaggregation.prefill.ALIVE_SECONDS", SHORT / 10)
-    async with receiving(SHORT) as receiver:
+    async with start_receiver(SHORT) as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         async with hand_over(HOST, receiver.port, "r", PROMPT) as decode:
             await asyncio.sleep(3 * SHORT)  # P computes
@@ -95,7 +95,7 @@ async def test_p_may_compute_much_longer_than_the_limit_of_silence(monkeypatch: 
 
 @in_event_loop
 async def test_d_computes_the_prompt_if_p_reports_a_failure() -> None:
-    async with receiving() as receiver:
+    async with start_receiver() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         async with hand_over(HOST, receiver.port, "r", PROMPT) as decode:
             decode.report_failure("prefill ended with abort")
@@ -105,7 +105,7 @@ async def test_d_computes_the_prompt_if_p_reports_a_failure() -> None:
 
 @in_event_loop
 async def test_d_computes_the_prompt_if_p_raises_an_error() -> None:
-    async with receiving() as receiver:
+    async with start_receiver() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         with pytest.raises(ZeroDivisionError):
             async with hand_over(HOST, receiver.port, "r", PROMPT):
@@ -115,7 +115,7 @@ async def test_d_computes_the_prompt_if_p_raises_an_error() -> None:
 
 @in_event_loop
 async def test_d_computes_the_prompt_if_p_sends_nothing_more() -> None:
-    async with receiving(SHORT) as receiver, connected(receiver) as (_, to_d):
+    async with start_receiver(SHORT) as receiver, connect(receiver) as (_, to_d):
         to_d.write(begin("r"))
         assert await receiver.wait_for_prompt("r", PROMPT) is None
         assert not receiver.num_pending
@@ -123,7 +123,7 @@ async def test_d_computes_the_prompt_if_p_sends_nothing_more() -> None:
 
 @in_event_loop
 async def test_the_result_of_a_late_p_expires() -> None:
-    async with receiving(SHORT) as receiver:
+    async with start_receiver(SHORT) as receiver:
         assert await receiver.wait_for_prompt("r", PROMPT) is None
         await prefill(receiver, "r")
         await eventually(lambda: receiver.num_pending, "P's result to arrive")
@@ -132,7 +132,7 @@ async def test_the_result_of_a_late_p_expires() -> None:
 
 @in_event_loop
 async def test_results_without_a_request_expire() -> None:
-    async with receiving(SHORT) as receiver:
+    async with start_receiver(SHORT) as receiver:
         for i in range(20):
             await prefill(receiver, str(i))
         await eventually(lambda: receiver.num_pending, "P's results to arrive")
@@ -141,9 +141,9 @@ async def test_results_without_a_request_expire() -> None:
 
 @in_event_loop
 async def test_d_forgets_a_request_that_is_cancelled_while_p_computes() -> None:
-    async with receiving() as receiver:
+    async with start_receiver() as receiver:
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
-        async with connected(receiver) as (from_d, to_d):
+        async with connect(receiver) as (from_d, to_d):
             to_d.write(begin("r"))
             assert json.loads(await from_d.readline())["type"] == "refused", "there is no memory for the blocks"
             waiting.cancel()
@@ -173,7 +173,7 @@ async def test_d_forgets_a_request_that_is_cancelled_while_p_computes() -> None:
 )
 @in_event_loop
 async def test_d_closes_connections_with_invalid_first_messages(sent: bytes) -> None:
-    async with receiving() as receiver, connected(receiver) as (from_d, to_d):
+    async with start_receiver() as receiver, connect(receiver) as (from_d, to_d):
         waiting = asyncio.create_task(receiver.wait_for_prompt("r", PROMPT))
         to_d.write(sent)
         to_d.write_eof()
@@ -201,7 +201,7 @@ async def test_d_closes_connections_with_invalid_first_messages(sent: bytes) -> 
 )
 @in_event_loop
 async def test_an_invalid_message_of_p_counts_as_a_failure(sent: bytes) -> None:
-    async with receiving() as receiver, connected(receiver) as (_, to_d):
+    async with start_receiver() as receiver, connect(receiver) as (_, to_d):
         to_d.write(begin("r") + sent)
         assert await receiver.wait_for_prompt("r", PROMPT) is None
         assert not receiver.num_pending
@@ -235,7 +235,7 @@ async def test_p_continues_if_d_closes_the_connection() -> None:
 
 @in_event_loop
 async def test_each_of_many_requests_gets_the_result_of_its_own_p() -> None:
-    async with receiving() as receiver:
+    async with start_receiver() as receiver:
         numbers = list(range(200))
         waiting = {i: asyncio.create_task(receiver.wait_for_prompt(str(i), PROMPT)) for i in numbers[::2]}
         random.Random(0).shuffle(numbers)

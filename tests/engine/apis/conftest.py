@@ -33,7 +33,7 @@ async def no_lifespan(_: object) -> AsyncIterator[None]:
 
 
 @pytest.fixture(scope="package")
-def served(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
+def instance(few_words: Path, word_tokenizer: Any) -> Iterator[SimpleNamespace]:
     """The parts of the instance, and its ``url``."""
     with Engine(few_words, num_blocks=128) as engine:
         generations = Generations(

@@ -45,10 +45,10 @@ class HangingTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.started, self.go_on = threading.Event(), threading.Event()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.begun.set()
+        self.started.set()
         assert self.go_on.wait(30)
         return self._tokenizer(*args, **kwargs)
 
@@ -135,8 +135,8 @@ async def test_the_offset_of_a_token_is_its_position_in_the_text(characters_in_p
     tokenizer = load_tokenizer(str(characters_in_parts))
     with Engine(characters_in_parts) as engine:
         fields: dict[str, Any] = {"prompt": " the river", "logprobs": 0, "max_tokens": 64, "return_token_ids": True}
-        begun = await completions_of(engine, tokenizer, 200).begin_completion(body_of(**fields))
-        (choice,) = (await begun.collect_whole())["choices"]
+        response = await completions_of(engine, tokenizer, 200).begin_completion(body_of(**fields))
+        (choice,) = (await response.collect_whole())["choices"]
     ids, offsets = choice["completion_token_ids"], choice["logprobs"]["text_offset"]
     for number, offset in enumerate(offsets):
         assert offset == len(tokenizer.decode(ids[:number]).rstrip("\ufffd")), number
@@ -241,7 +241,7 @@ async def test_other_requests_are_served_while_a_long_text_is_encoded(engine: En
     tokenizer = HangingTokenizer(word_tokenizer)
     completions = completions_of(engine, tokenizer, 2000)
     tokenizing = asyncio.create_task(completions.tokenize_prompt(TokenizeBody(prompt=" river" * 1000)))
-    await eventually(tokenizer.begun.is_set, "the text to be encoded")
+    await eventually(tokenizer.started.is_set, "the text to be encoded")
     assert completions.list_models()["data"]
     tokenizer.go_on.set()
     assert (await tokenizing)["count"] == 1000

@@ -21,10 +21,10 @@ WRONG: list[Any] = [-5, "wrong", {"a": 1}, ["x"] * 17, "x" * 9999, [{"role": "us
 
 
 @pytest.mark.parametrize("path", PLAIN)
-def test_an_error_names_a_field_of_the_request(served: SimpleNamespace, path: str) -> None:
+def test_an_error_names_a_field_of_the_request(instance: SimpleNamespace, path: str) -> None:
     fields = sorted({*KINDS[path].model_fields, *PASSED_ON} - {"model", "previous_response_id"})
     refused = set()
-    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=instance.url, trust_env=False, timeout=60) as client:
         for name in fields:
             for value in WRONG:
                 sent = {**PLAIN[path], name: value}

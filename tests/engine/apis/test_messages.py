@@ -19,8 +19,8 @@ QUESTION: Any = [{"role": "user", "content": "Where is the river?"}]
 
 
 @pytest.fixture(scope="module")
-def client(served: SimpleNamespace) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60) as found:
+def client(instance: SimpleNamespace) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=instance.url, api_key="none", max_retries=0, timeout=60) as found:
         yield found
 
 
@@ -31,9 +31,9 @@ def ask(client: anthropic.Anthropic, messages: Any = QUESTION, **more: Any) -> A
     return client.messages.create(model=MODEL, messages=messages, **fields)
 
 
-def chat(served: SimpleNamespace, messages: Any, **more: Any) -> Any:
+def chat(instance: SimpleNamespace, messages: Any, **more: Any) -> Any:
     body = {"messages": messages, "temperature": 0, "max_tokens": 8, **more}
-    return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()
+    return httpx.post(f"{instance.url}/v1/chat/completions", json=body, timeout=60, trust_env=False).json()
 
 
 def count_prompt(usage: anthropic.types.Usage) -> int:
@@ -42,10 +42,10 @@ def count_prompt(usage: anthropic.types.Usage) -> int:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
 
 
-def test_a_message_has_the_text_and_the_usage_of_chat(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
+def test_a_message_has_the_text_and_the_usage_of_chat(instance: SimpleNamespace, client: anthropic.Anthropic) -> None:
     message = ask(client, system="be kind")
     again = ask(client, system=[{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}])
-    chat_response = chat(served, [{"role": "system", "content": "be kind"}, *QUESTION])
+    chat_response = chat(instance, [{"role": "system", "content": "be kind"}, *QUESTION])
     assert (message.type, message.role, message.model) == ("message", "assistant", MODEL)
     assert message.id.startswith("msg_")
     assert message.content[0].text == again.content[0].text == chat_response["choices"][0]["message"]["content"] != ""
@@ -55,12 +55,12 @@ def test_a_message_has_the_text_and_the_usage_of_chat(served: SimpleNamespace, c
     assert (count_prompt(usage), usage.output_tokens) == (prompt, 8)
 
 
-def test_both_apis_count_newly_cached_tokens(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
+def test_both_apis_count_newly_cached_tokens(instance: SimpleNamespace, client: anthropic.Anthropic) -> None:
     """OpenAI: ``openai.types.completion_usage.PromptTokensDetails.cache_write_tokens``."""
     texts = [f"{number} a new prompt of this test, which has some blocks " * 4 for number in (1, 2)]
     messages: list[list[Any]] = [[{"role": "user", "content": text}] for text in texts]
     first, again = (ask(client, messages[0]).usage for _ in range(2))
-    chats = [openai.types.CompletionUsage.model_validate(chat(served, messages[1])["usage"]) for _ in range(2)]
+    chats = [openai.types.CompletionUsage.model_validate(chat(instance, messages[1])["usage"]) for _ in range(2)]
     details = [usage.prompt_tokens_details for usage in chats]
     assert first.cache_creation_input_tokens == again.cache_read_input_tokens > 0
     assert (first.cache_read_input_tokens, again.cache_creation_input_tokens) == (0, 0)
@@ -99,9 +99,9 @@ def test_the_stream_helper_of_the_client_returns_the_whole_message(client: anthr
 
 def test_a_last_message_of_the_assistant_is_continued(client: anthropic.Anthropic) -> None:
     whole = ask(client).content[0].text
-    begun = " ".join(whole.split(" ")[:4])
-    rest = ask(client, [*QUESTION, {"role": "assistant", "content": begun}], max_tokens=5)
-    assert begun + rest.content[0].text == whole
+    beginning = " ".join(whole.split(" ")[:4])
+    rest = ask(client, [*QUESTION, {"role": "assistant", "content": beginning}], max_tokens=5)
+    assert beginning + rest.content[0].text == whole
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_a_last_message_of_the_assistant_is_continued(client: anthropic.Anthropi
     ],
 )
 def test_the_error_says_why_a_request_cannot_be_served(
-    served: SimpleNamespace, fields: dict[str, Any], sentence: str
+    instance: SimpleNamespace, fields: dict[str, Any], sentence: str
 ) -> None:
     body = {"model": MODEL, "messages": QUESTION, "max_tokens": 5, **fields}
-    answer = httpx.post(f"{served.url}/v1/messages", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{instance.url}/v1/messages", json=body, timeout=60, trust_env=False)
     assert answer.status_code == 400
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -134,11 +134,11 @@ def test_the_error_says_why_a_request_cannot_be_served(
 
 
 def test_an_id_with_the_prefix_of_responses_gets_no_second_prefix(
-    served: SimpleNamespace, client: anthropic.Anthropic
+    instance: SimpleNamespace, client: anthropic.Anthropic
 ) -> None:
     assert ask(client, extra_body={"request_id": "msg_a"}).id == "msg_a"
-    assert chat(served, QUESTION, request_id="chatcmpl-a")["id"] == "chatcmpl-a"
-    assert chat(served, QUESTION, request_id="msg_a")["id"] == "chatcmpl-msg_a"
+    assert chat(instance, QUESTION, request_id="chatcmpl-a")["id"] == "chatcmpl-a"
+    assert chat(instance, QUESTION, request_id="msg_a")["id"] == "chatcmpl-msg_a"
 
 
 @pytest.mark.parametrize("more", [{}, {"system": "be kind"}, {"system": [{"type": "text", "text": "be brief"}]}])
@@ -156,14 +156,14 @@ def test_count_tokens_returns_errors_in_the_format_of_the_api(client: anthropic.
     assert caught.value.body["type"] == "error"  # type: ignore[index]
 
 
-def test_other_errors_have_the_format_of_the_api(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
-    answer = httpx.get(f"{served.url}/v1/messages", timeout=60, trust_env=False)
+def test_other_errors_have_the_format_of_the_api(instance: SimpleNamespace, client: anthropic.Anthropic) -> None:
+    answer = httpx.get(f"{instance.url}/v1/messages", timeout=60, trust_env=False)
     assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
         client.messages.batches.list()
 
 
-def test_an_aborted_message_ends_with_an_error(served: SimpleNamespace, client: anthropic.Anthropic) -> None:
+def test_an_aborted_message_ends_with_an_error(instance: SimpleNamespace, client: anthropic.Anthropic) -> None:
     found: list[BaseException] = []
 
     def ask_long(is_stream: bool) -> None:
@@ -175,8 +175,8 @@ def test_an_aborted_message_ends_with_an_error(served: SimpleNamespace, client: 
     for is_stream in (True, False):
         thread = threading.Thread(target=ask_long, args=(is_stream,))
         thread.start()
-        wait_until(lambda: served.generations.num_live, "the request to run")
-        aborted = httpx.post(f"{served.url}/v1/abort_requests", json={"req_ids": ["msg_long"]}, trust_env=False)
+        wait_until(lambda: instance.generations.num_live, "the request to run")
+        aborted = httpx.post(f"{instance.url}/v1/abort_requests", json={"req_ids": ["msg_long"]}, trust_env=False)
         assert aborted.json()["aborted"] == ["long"]
         thread.join()
     assert len(found) == 2
@@ -184,12 +184,12 @@ def test_an_aborted_message_ends_with_an_error(served: SimpleNamespace, client: 
 
 
 def test_a_failure_of_the_engine_is_an_error(
-    served: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+    instance: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(served.engine.runner, "run", fail)
+    monkeypatch.setattr(instance.engine.runner, "run", fail)
     with pytest.raises(anthropic.InternalServerError, match="the engine failed while computing"):
         ask(client)
     with pytest.raises(anthropic.APIStatusError, match="the engine failed while computing"):
@@ -197,21 +197,21 @@ def test_a_failure_of_the_engine_is_an_error(
 
 
 def test_cache_control_reaches_the_engine_and_changes_no_response(
-    served: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+    instance: SimpleNamespace, client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Any] = []
-    submit = served.engine.core.submit
+    hints: list[Any] = []
+    submit = instance.engine.core.submit
 
     def watch(sequence: Any, *rest: Any) -> None:
-        seen.append(sequence.request.hints)
+        hints.append(sequence.request.hints)
         submit(sequence, *rest)
 
-    monkeypatch.setattr(served.engine.core, "submit", watch)
+    monkeypatch.setattr(instance.engine.core, "submit", watch)
     hour: Any = {"type": "ephemeral", "ttl": "1h"}
     system = [{"type": "text", "text": "be kind", "cache_control": hour}]
     hinted = ask(client, system=system, extra_body={"cache_control": {"type": "ephemeral"}})
     plain = ask(client, system="be kind")
     assert hinted.content[0].text == plain.content[0].text
-    assert [hint.seconds for hint in seen[0]] == [3600, 300]
-    assert 0 < seen[0][0].num_tokens < seen[0][1].num_tokens
-    assert seen[1] == ()
+    assert [hint.seconds for hint in hints[0]] == [3600, 300]
+    assert 0 < hints[0][0].num_tokens < hints[0][1].num_tokens
+    assert hints[1] == ()

@@ -20,8 +20,8 @@ QUESTION = "Where is the river?"
 
 
 @pytest.fixture(scope="module")
-def client(served: SimpleNamespace) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+def client(instance: SimpleNamespace) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{instance.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
         yield found
 
 
@@ -173,10 +173,10 @@ def test_responses_are_stored_by_default(client: openai.OpenAI) -> None:
     ],
 )
 def test_the_error_says_why_a_request_cannot_be_served(
-    served: SimpleNamespace, fields: dict[str, Any], param: str, sentence: str
+    instance: SimpleNamespace, fields: dict[str, Any], param: str, sentence: str
 ) -> None:
     body = {"model": MODEL, "input": QUESTION, **fields}
-    answer = httpx.post(f"{served.url}/v1/responses", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{instance.url}/v1/responses", json=body, timeout=60, trust_env=False)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -197,7 +197,7 @@ def test_fields_without_an_effect_are_accepted(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_an_aborted_response_fails_with_a_reason(
-    served: SimpleNamespace, client: openai.OpenAI, is_stream: bool
+    instance: SimpleNamespace, client: openai.OpenAI, is_stream: bool
 ) -> None:
     found: list[Any] = []
 
@@ -210,8 +210,8 @@ def test_an_aborted_response_fails_with_a_reason(
 
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_until(lambda: served.generations.num_live, "the request to run")
-    aborted = httpx.post(f"{served.url}/v1/abort_requests", json={"req_ids": ["resp_long"]}, trust_env=False)
+    wait_until(lambda: instance.generations.num_live, "the request to run")
+    aborted = httpx.post(f"{instance.url}/v1/abort_requests", json={"req_ids": ["resp_long"]}, trust_env=False)
     assert aborted.json()["aborted"] == ["long"]
     thread.join()
     last = found[-1]
@@ -230,12 +230,12 @@ def test_an_aborted_response_fails_with_a_reason(
 
 
 def test_a_failure_of_the_engine_ends_a_stream_with_a_failed_response(
-    served: SimpleNamespace, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    instance: SimpleNamespace, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(served.engine.runner, "run", fail)
+    monkeypatch.setattr(instance.engine.runner, "run", fail)
     *_, last = list(respond(client, stream=True))
     assert last.type == "response.failed"
     assert last.response.error.message.startswith("the engine failed while computing this request")
@@ -243,6 +243,6 @@ def test_a_failure_of_the_engine_ends_a_stream_with_a_failed_response(
         respond(client)
 
 
-def test_prefill_instances_store_no_responses(served: SimpleNamespace) -> None:
+def test_prefill_instances_store_no_responses(instance: SimpleNamespace) -> None:
     with pytest.raises(ApiError, match="stored no response"):
-        Responses(served.completions, None).retrieve_response("resp_x")
+        Responses(instance.completions, None).retrieve_response("resp_x")

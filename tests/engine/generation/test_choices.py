@@ -46,8 +46,8 @@ async def answer(completions: Completions, **fields: Any) -> Any:
 
 async def stream(completions: Completions, **fields: Any) -> list[Any]:
     body = {"prompt": list(PROMPT), "max_tokens": 8, "temperature": 0, "return_token_ids": True, "stream": True}
-    begun = await completions.begin_completion(CompletionBody.model_validate(body | fields))
-    *events, done = [event async for event in begun.stream_events()]
+    response = await completions.begin_completion(CompletionBody.model_validate(body | fields))
+    *events, done = [event async for event in response.stream_events()]
     assert done == b"data: [DONE]\n\n"
     return [json.loads(event[6:]) for event in events]
 
@@ -147,8 +147,8 @@ async def test_a_stream_of_several_prompts_has_each_response_at_its_index(comple
     assert streamed == ids_of(whole)
     assert [prompts[index] for index in range(6)] == [prompt for prompt in PROMPTS for _ in range(2)]
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 48
-    seen = [chunk["choices"][0]["index"] for chunk in chunks]
-    assert seen != sorted(seen)  # the responses run at the same time
+    indexes = [chunk["choices"][0]["index"] for chunk in chunks]
+    assert indexes != sorted(indexes)  # the responses run at the same time
 
 
 @in_event_loop
@@ -193,8 +193,8 @@ async def test_a_pair_hands_over_every_prompt(tiny_checkpoint: Path, word_tokeni
     async with pair_of(tiny_checkpoint, word_tokenizer) as pair:
         params = SamplingParams(8, temperature=2.0, seed=5)
         requests = [Request("r", prompt, params) for prompt in (PROMPT, PROMPT[::-1])]
-        begun = [(request, pair.info) for request in requests]
-        legs = [side.generations.begin_choices(begun, 2) for side in (pair.prefill, pair.decode)]
+        requests_and_pair = [(request, pair.info) for request in requests]
+        legs = [side.generations.begin_choices(requests_and_pair, 2) for side in (pair.prefill, pair.decode)]
         _, streamed = await asyncio.gather(*map(tokens_of, legs))
         alone = [pair.prefill.generations.begin_choices([(request, None)], 2) for request in requests]
         assert streamed == [tokens for choices in alone for tokens in await tokens_of(choices)]

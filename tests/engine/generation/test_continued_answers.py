@@ -52,10 +52,10 @@ async def answer(completions: Completions, **fields: Any) -> Any:
     """Send a request; return the only choice of its response."""
     fields = {"temperature": 0, "return_token_ids": True, "max_tokens": LENGTH, **fields}
     if "messages" in fields:
-        begun = await completions.begin_chat(check_body(ChatBody, fields))
+        response = await completions.begin_chat(check_body(ChatBody, fields))
     else:
-        begun = await completions.begin_completion(check_body(CompletionBody, fields))
-    (choice,) = (await begun.collect_whole())["choices"]
+        response = await completions.begin_completion(check_body(CompletionBody, fields))
+    (choice,) = (await response.collect_whole())["choices"]
     return choice | choice.pop("message", {})
 
 
@@ -110,16 +110,16 @@ async def test_chat_continues_from_the_text_of_its_last_message(completions: Com
 
     async def check_cut(end: int) -> None:
         text = text_of(tokenizer, tuple(whole.tokens[:end]))
-        begun = next(i for i in range(end + 1) if tokenizer.decode(whole.tokens[:i]) == text)
+        num_tokens = next(i for i in range(end + 1) if tokenizer.decode(whole.tokens[:i]) == text)
         rest = await answer(
             completions,
             messages=[*MESSAGES, {"role": "assistant", "content": text}],
             continue_final_message=True,
             add_generation_prompt=False,
-            max_tokens=LENGTH - begun,
+            max_tokens=LENGTH - num_tokens,
         )
-        assert rest["prompt_token_ids"] == whole.prompt + whole.tokens[:begun], end
-        assert rest["completion_token_ids"] == whole.tokens[begun:], end
+        assert rest["prompt_token_ids"] == whole.prompt + whole.tokens[:num_tokens], end
+        assert rest["completion_token_ids"] == whole.tokens[num_tokens:], end
         assert text + rest["content"] == whole.text, end
 
     await asyncio.gather(*map(check_cut, range(LENGTH)))

@@ -197,8 +197,8 @@ def test_a_stop_string_that_begins_within_min_tokens_and_ends_after_them_ends_th
 def test_a_stop_string_within_the_tokens_of_another_instance_does_not_end_the_text(
     word_tokenizer: Any,
 ) -> None:
-    begun, rest = (tokens_of(word_tokenizer, text) for text in (" the river", " road river rock"))
-    detokenizer = Detokenizer(word_tokenizer, (), [" river"], begun)
+    earlier, rest = (tokens_of(word_tokenizer, text) for text in (" the river", " road river rock"))
+    detokenizer = Detokenizer(word_tokenizer, (), [" river"], earlier)
     assert [detokenizer.add_token(token) for token in rest] == [" road", "", ""]
 
 

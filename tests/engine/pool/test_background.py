@@ -18,17 +18,17 @@ def niceness() -> int:
 
 
 def test_threads_of_a_background_call_have_a_lower_priority() -> None:
-    seen: list[int] = []
+    priorities: list[int] = []
 
     def open_something() -> str:
-        thread = threading.Thread(target=lambda: seen.append(niceness()))
+        thread = threading.Thread(target=lambda: priorities.append(niceness()))
         thread.start()
         thread.join()
         return "opened"
 
     before = niceness()
     assert in_background(open_something) == "opened"
-    assert seen[0] > before
+    assert priorities[0] > before
     assert niceness() == before
 
 

@@ -43,7 +43,7 @@ def wrap_store(store: MemoryStore) -> CheckedBackend:
     return CheckedBackend(FaultyStore(store))
 
 
-class Written:
+class SavedPrompt:
     """A prompt that an engine computed: the tokens of its response, and the KV of all heads."""
 
     def __init__(self, checkpoint: Path) -> None:
@@ -76,41 +76,45 @@ class Written:
 
 
 @pytest.fixture(scope="module")
-def written(checkpoint: Path) -> Written:
-    return Written(checkpoint)
+def saved_prompt(checkpoint: Path) -> SavedPrompt:
+    return SavedPrompt(checkpoint)
 
 
 @pytest.mark.parametrize(
     ("tp_size", "block_size", "cached"), [(2, 16, LAST * 16), (4, 16, LAST * 16), (1, 64, 128), (2, 32, 128)]
 )
 def test_an_engine_loads_blocks_of_another_sharding_and_generates_the_same_tokens(
-    checkpoint: Path, written: Written, tp_size: int, block_size: int, cached: int
+    checkpoint: Path, saved_prompt: SavedPrompt, tp_size: int, block_size: int, cached: int
 ) -> None:
-    store = written.store_as(tp_size, block_size)
+    store = saved_prompt.store_as(tp_size, block_size)
     with Engine(checkpoint, store=wrap_store(store)) as engine:
         submitted = engine.answer(PROMPT)
-    assert submitted.wait() == written.answer
+    assert submitted.wait() == saved_prompt.answer
     assert (submitted.sequence.pool_cached_tokens, submitted.sequence.pool_use.reason) == (cached, Reason.HIT)
     assert f"{cached // 16} of them from TP {tp_size}, blocks of {block_size}" in submitted.sequence.pool_use.text
 
 
-def test_an_engine_with_large_blocks_reads_small_ones(checkpoint: Path, written: Written) -> None:
-    with Engine(checkpoint, block_size=64, num_blocks=32, store=wrap_store(written.store_as(2))) as engine:
+def test_an_engine_with_large_blocks_reads_small_ones(checkpoint: Path, saved_prompt: SavedPrompt) -> None:
+    with Engine(checkpoint, block_size=64, num_blocks=32, store=wrap_store(saved_prompt.store_as(2))) as engine:
         submitted = engine.answer(PROMPT)
-    assert submitted.wait() == written.answer
+    assert submitted.wait() == saved_prompt.answer
     assert submitted.sequence.pool_cached_tokens == 128
 
 
-def test_ranks_load_blocks_of_fewer_ranks_and_an_engine_loads_their_blocks(checkpoint: Path, written: Written) -> None:
-    store, ranks_store = written.store_as(2), MemoryStore(64 << 20)
+def test_ranks_load_blocks_of_fewer_ranks_and_an_engine_loads_their_blocks(
+    checkpoint: Path, saved_prompt: SavedPrompt
+) -> None:
+    store, ranks_store = saved_prompt.store_as(2), MemoryStore(64 << 20)
     hashes = extend_block_hashes([], PROMPT, 16, root_hash())
     for rank in range(4):
-        own = replace(written.sharding(4), tp_rank=rank)
+        own = replace(saved_prompt.sharding(4), tp_rank=rank)
         pool = BlockPool(CheckedBackend(store), own)
-        peers = PeerShardings(pool, replace(written.family, own=own, peers=(written.sharding(1), written.sharding(2))))
+        peers = PeerShardings(
+            pool, replace(saved_prompt.family, own=own, peers=(saved_prompt.sharding(1), saved_prompt.sharding(2)))
+        )
         run = peers.extend_run(pool.exists(hashes), 0, lambda _: hashes)
         assert run is not None
-        memories = [Memory(written.family.block_bytes(own)) for _ in hashes]
+        memories = [Memory(saved_prompt.family.block_bytes(own)) for _ in hashes]
         values = [memory.value for memory in memories]
         assert peers.reader_of(run, hashes, 0, hashes)(0, values) == len(hashes)
         taken = BlockPool(CheckedBackend(ranks_store), own)
@@ -118,12 +122,12 @@ def test_ranks_load_blocks_of_fewer_ranks_and_an_engine_loads_their_blocks(check
         leave_marker(taken)
     with Engine(checkpoint, store=wrap_store(ranks_store)) as engine:
         submitted = engine.answer(PROMPT)
-    assert submitted.wait() == written.answer
+    assert submitted.wait() == saved_prompt.answer
     assert submitted.sequence.pool_cached_tokens == LAST * 16
 
 
-def test_blocks_of_another_sharding_are_not_saved_again(checkpoint: Path, written: Written) -> None:
-    store = written.store_as(2)
+def test_blocks_of_another_sharding_are_not_saved_again(checkpoint: Path, saved_prompt: SavedPrompt) -> None:
+    store = saved_prompt.store_as(2)
     longer = PROMPT + PROMPT[:40]
     with Engine(checkpoint, store=wrap_store(store)) as engine:
         first = engine.answer(longer).wait()
@@ -138,21 +142,23 @@ def test_blocks_of_another_sharding_are_not_saved_again(checkpoint: Path, writte
         assert again.sequence.pool_cached_tokens == (len(longer) - 1) // 16 * 16
 
 
-def test_a_damaged_part_of_a_block_is_computed(checkpoint: Path, written: Written) -> None:
-    store = written.store_as(2)
+def test_a_damaged_part_of_a_block_is_computed(checkpoint: Path, saved_prompt: SavedPrompt) -> None:
+    store = saved_prompt.store_as(2)
     hashes = extend_block_hashes([], PROMPT, 16, root_hash())
-    key = replace(written.sharding(2), tp_rank=1).key(hashes[3])
+    key = replace(saved_prompt.sharding(2), tp_rank=1).key(hashes[3])
     stored = store._values[key]
     store._values[key] = stored[:-1] + bytes([stored[-1] ^ 1])
     with Engine(checkpoint, store=wrap_store(store)) as engine:
         submitted = engine.answer(PROMPT)
-        assert submitted.wait() == written.answer
+        assert submitted.wait() == saved_prompt.answer
         assert submitted.sequence.pool_cached_tokens == 3 * 16
 
 
-def test_blocks_of_another_model_with_the_same_shape_are_not_loaded(checkpoint: Path, written: Written) -> None:
-    store, other = MemoryStore(64 << 20), replace(written.sharding(2), model="another")
-    store_blocks(BlockPool(CheckedBackend(store), other), written.whole, PROMPT)
+def test_blocks_of_another_model_with_the_same_shape_are_not_loaded(
+    checkpoint: Path, saved_prompt: SavedPrompt
+) -> None:
+    store, other = MemoryStore(64 << 20), replace(saved_prompt.sharding(2), model="another")
+    store_blocks(BlockPool(CheckedBackend(store), other), saved_prompt.whole, PROMPT)
     with Engine(checkpoint, store=wrap_store(store)) as engine:
-        assert not store.exists([manifest_key(written.sharding(2).digest)])[0]
+        assert not store.exists([manifest_key(saved_prompt.sharding(2).digest)])[0]
         assert engine.answer(PROMPT).sequence.pool_cached_tokens == 0

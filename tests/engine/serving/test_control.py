@@ -127,9 +127,9 @@ class TestPause:
     @in_event_loop
     async def test_a_request_that_begins_during_a_pause_ends_with_abort(self, running: Running) -> None:
         late = Request("late", (1, 2, 3), SamplingParams(5, temperature=0.0))
-        begun = running.generations.begin_choices([(late, None)], 1)
+        choices = running.generations.begin_choices([(late, None)], 1)
         await running.control.pause()
-        assert [piece.finish_reason async for _, piece in begun.pieces()] == ["abort"]
+        assert [piece.finish_reason async for _, piece in choices.pieces()] == ["abort"]
         assert not running.engine.scheduler.has_sequences
 
     @in_event_loop
@@ -364,14 +364,14 @@ class TestUpdateWeights:
         fingerprint = trained.engine.runner.namespace.model
         monkeypatch.setattr(model_runner, "fingerprint_model", lambda _: fingerprint)
         Result(trained, PROMPT)
-        seen = {trained.engine.runner.namespace}
+        namespaces = {trained.engine.runner.namespace}
         await trained.control.pause()
         for _ in range(2):
             train(folder)
             await trained.control.update_weights("")
-            seen.add(trained.engine.runner.namespace)
+            namespaces.add(trained.engine.runner.namespace)
         await trained.control.resume()
-        assert len(seen) == 3
+        assert len(namespaces) == 3
         new = Result(trained, PROMPT)
         assert (new.tokens, new.own, new.pool) == (answer_of(folder, PROMPT), 0, 0)
 
@@ -531,17 +531,17 @@ class TestUpdateWeights:
     async def test_a_command_waits_only_a_limited_time_for_another_one(
         self, trained: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begun, end = threading.Event(), threading.Event()
+        has_begun, end = threading.Event(), threading.Event()
 
         def free_slowly() -> None:
-            begun.set()
+            has_begun.set()
             end.wait(30)
 
         monkeypatch.setattr(trained.engine.runner, "free_weights", free_slowly)
         monkeypatch.setattr(control_module, "_COMMAND_SECONDS", 0.2)
         async with trained.open_client() as client:
             sleeping = asyncio.create_task(run_command(client, "/v1/sleep"))
-            await eventually(begun.is_set, "the first command to begin")
+            await eventually(has_begun.is_set, "the first command to begin")
             for path in ("/v1/pause", "/v1/resume"):
                 assert (await get_error(client, path)).endswith(
                     "the previous command has not ended within 0.2 s; try again"

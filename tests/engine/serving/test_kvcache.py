@@ -53,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, few_words: Path) -> Path:
     """The folder of the commands: a pool with the manifests of two configurations, and files of prompts."""
     folder = tmp_path_factory.mktemp("page")
     for name, text in (("today", TODAY), ("yesterday", YESTERDAY)):
-        talk = [{"role": "system", "content": text}, {"role": "user", "content": "tell me about the river"}]
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": "tell me about the river"}]
         (folder / f"{name}.txt").write_text(text)
-        (folder / f"{name}.json").write_text(json.dumps({"messages": talk}))
+        (folder / f"{name}.json").write_text(json.dumps({"messages": messages}))
     (folder / "words").symlink_to(few_words)
     store = FileStore(folder / "kvpool", 16 << 20)
     for namespace in (PLAIN, replace(PLAIN, kv_dtype="bfloat16")):

@@ -118,19 +118,19 @@ def test_metrics_have_the_current_batch_size_and_blocks(engine: Engine) -> None:
 def test_metrics_count_waiting_preempted_requests_and_all_preemptions(tiny_checkpoint: Path) -> None:
     with Engine(tiny_checkpoint, num_blocks=9, start=False) as engine:
         submitted = engine.begin_at_once([[each, *PROMPT] for each in range(2)], 40)
-        seen = []
+        counts = []
         preempt = engine.scheduler._wait_anew
 
         def record_preemption(sequence: object) -> None:
             preempt(sequence)  # type: ignore[arg-type]
-            seen.append(value(engine, "num_requests_preempted"))
+            counts.append(value(engine, "num_requests_preempted"))
 
         engine.scheduler._wait_anew = record_preemption  # type: ignore[method-assign]
         engine.core.start()
         for one in submitted:
             one.wait()
-        assert seen
-        assert seen[0] == 1
+        assert counts
+        assert counts[0] == 1
         assert value(engine, "num_requests_preempted") == 0
         assert value(engine, "request_preempted_total") == engine.metric("kvstore_preemptions_total") >= 1
 

@@ -36,13 +36,15 @@ def random_queries(count: int, seed: int) -> torch.Tensor:
 
 
 def search(
-    tested: BlockIndex, layer: int, rows: list[int], queries: torch.Tensor, wanted: list[tuple[int, int, int]]
+    tested: BlockIndex, layer: int, rows: list[int], queries: torch.Tensor, searches: list[tuple[int, int, int]]
 ) -> list[torch.Tensor]:
-    """Return, for each row, which blocks are chosen. ``wanted`` has the first block, the last one, and the number."""
-    request = Search(rows, [(first, last) for first, last, _ in wanted], max(w[2] for w in wanted), queries.device)
+    """Return, for each row, which blocks are chosen. ``searches`` have the first block, the last one, and the number."""
+    request = Search(
+        rows, [(first, last) for first, last, _ in searches], max(each[2] for each in searches), queries.device
+    )
     found = tested.search_blocks(layer, request, queries, 0.5)
     chosen = []
-    for numbers, (first, last, count) in zip(found, wanted, strict=True):
+    for numbers, (first, last, count) in zip(found, searches, strict=True):
         chosen.append(torch.zeros(HEADS, last - first, dtype=torch.bool).scatter_(1, numbers[:, :count] - first, True))
     return chosen
 
@@ -84,10 +86,10 @@ def test_a_search_for_several_sequences_finds_the_same_blocks_as_for_each_alone(
     tested, queries = index(kind), random_queries(2, 5)
     for row, blocks in ((0, 18), (2, 7)):
         tested.add_blocks(row, 0, random_keys(blocks, row))
-    wanted = [(1, 18, 4), (2, 7, 2)]
-    together = search(tested, 0, [0, 2], queries, wanted)
+    searches = [(1, 18, 4), (2, 7, 2)]
+    together = search(tested, 0, [0, 2], queries, searches)
     for i, row in enumerate((0, 2)):
-        [alone] = search(tested, 0, [row], queries[i : i + 1], wanted[i : i + 1])
+        [alone] = search(tested, 0, [row], queries[i : i + 1], searches[i : i + 1])
         assert torch.equal(together[i], alone)
 
 

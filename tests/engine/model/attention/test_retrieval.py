@@ -97,8 +97,8 @@ def test_the_length_of_a_prompt_selects_its_regime(tiny_checkpoint: Path, dense:
 
 
 def test_a_resumed_response_has_the_regime_of_its_prompt(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
-    prompt, begun, rest = PROMPTS[0], dense[0][:10], dense[0][10:]
-    request = Request("r", (*prompt, *begun), SamplingParams(len(rest), temperature=0.0), num_begun=len(begun))
+    prompt, earlier, rest = PROMPTS[0], dense[0][:10], dense[0][10:]
+    request = Request("r", (*prompt, *earlier), SamplingParams(len(rest), temperature=0.0), num_begun=len(earlier))
     retrieval = config(topk_percent=0.1, dense_boundary=len(prompt) + 1)
     with Engine(tiny_checkpoint, num_blocks=100, retrieval=retrieval) as running:
         submitted = SubmittedRequest(EngineSequence(request, BLOCK))
@@ -217,8 +217,8 @@ def test_without_host_memory_sequences_are_not_offloaded_and_responses_are_the_s
 
 def test_a_preempted_sequence_continues_with_the_same_tokens(tiny_checkpoint: Path, dense: list[list[int]]) -> None:
     with Engine(tiny_checkpoint, num_blocks=22, retrieval=config(topk_percent=1.0)) as engine:
-        begun = engine.begin_at_once([PROMPTS[i] for i in (0, 3)], MAX_TOKENS)
-        assert [submitted.wait() for submitted in begun] == [dense[0], dense[3]]
+        all_submitted = engine.begin_at_once([PROMPTS[i] for i in (0, 3)], MAX_TOKENS)
+        assert [submitted.wait() for submitted in all_submitted] == [dense[0], dense[3]]
         engine.wait_until_idle()
         assert engine.metric("kvstore_preemptions_total") > 0
 
@@ -278,19 +278,19 @@ def test_only_exact_kv_is_in_the_pool_with_output_caching(
     settings = config(topk_percent=0.1, dense_boundary=100, offload_boundary=offload_boundary)
     options: Any = {"retrieval": settings, "store": store, "save_outputs": True, "max_model_len": 360}
     with Engine(tiny_checkpoint, num_blocks=num_blocks, **options) as engine:
-        begun = engine.begin_at_once(prompts, MAX_TOKENS)
-        for submitted in begun:
+        all_submitted = engine.begin_at_once(prompts, MAX_TOKENS)
+        for submitted in all_submitted:
             submitted.wait()
             assert submitted.saved.wait(60)
         assert (engine.metric("kvstore_preemptions_total") > 0) == (num_blocks == 22)
-        for submitted in begun:
+        for submitted in all_submitted:
             sequence, blocks = submitted.sequence, read_pool(store, engine, submitted.sequence)
             is_dense = sequence.regime is Regime.DENSE
             exact_tokens = sequence.num_computed if is_dense else sequence.num_prompt_tokens
             assert blocks.keys() <= set(range(exact_tokens // BLOCK))
             check_that_all_is_exact(tiny_checkpoint, blocks, sequence)
     messages = [message for message in caplog.messages if "generated tokens are not saved to the pool" in message]
-    sparse = [submitted for submitted in begun if submitted.sequence.regime is not Regime.DENSE]
+    sparse = [submitted for submitted in all_submitted if submitted.sequence.regime is not Regime.DENSE]
     assert len(messages) == len(sparse), "once for each sequence with sparse decode steps"
 
 
