@@ -132,10 +132,7 @@ def _build_transfer_command(config: Any) -> str:
 
 
 def _build_worker_command(config: Any) -> str:
-    """Return the command with which FastDeploy starts its worker, here the mover.
-
-    It has no ``paddle.distributed.launch``.
-    """
+    """Return the command that starts FastDeploy's worker, here the mover, without ``paddle.distributed.launch``."""
     from fastdeploy.engine import engine as module
 
     recorded = _RecordedSubprocess()

@@ -21,12 +21,12 @@ from simulation.world import Event, Outcome, Plan, Process, World
 _REAL_LOCK, _REAL_SLEEP = threading.Lock, time.sleep
 
 
-class _SmallWorld(World):
+class _Small(World):
     """A world that runs ``program(world)``, which starts processes and threads."""
 
     name = "small"
 
-    def __init__(self, seed: int, program: Callable[[_SmallWorld], None]) -> None:
+    def __init__(self, seed: int, program: Callable[[_Small], None]) -> None:
         super().__init__(seed)
         self._program = program
         self.notes: list[Any] = []
@@ -52,15 +52,13 @@ def _freeze_objects() -> None:
     gc.freeze()
 
 
-def _run(
-    program: Callable[[_SmallWorld], None], seed: int = 1, events: tuple[Event, ...] = ()
-) -> tuple[list[Any], Outcome]:
-    world = _SmallWorld(seed, program)
+def _run(program: Callable[[_Small], None], seed: int = 1, events: tuple[Event, ...] = ()) -> tuple[list[Any], Outcome]:
+    world = _Small(seed, program)
     outcome = world.run(Plan({}, list(events)))
     return world.notes, outcome
 
 
-def _count_without_lock(world: _SmallWorld) -> None:
+def _count_without_lock(world: _Small) -> None:
     process = world.make_process("p")
     counter = {"value": 0}
     lock = threading.Lock()
@@ -80,11 +78,11 @@ def _count_without_lock(world: _SmallWorld) -> None:
         process.start_thread(count, f"counter-{number}")
 
 
-def _sleep_past_events(world: _SmallWorld) -> None:
+def _sleep_past_events(world: _Small) -> None:
     world.make_process("p").start_thread(lambda: time.sleep(2.0), "t")
 
 
-class _NotingWorld(_SmallWorld):
+class _Noting(_Small):
     """A world that writes a note to the details of each event."""
 
     def perform(self, event: Event) -> None:
@@ -93,7 +91,7 @@ class _NotingWorld(_SmallWorld):
 
 def test_a_world_that_changes_the_details_of_an_event_does_not_change_the_plan() -> None:
     plan = Plan({}, [Event(1.0, "request", "", {"notes": []})])
-    outcome = _NotingWorld(1, _sleep_past_events).run(plan)
+    outcome = _Noting(1, _sleep_past_events).run(plan)
     assert "plan           request notes=[]" in outcome.trace
     assert plan.events[0].details == {"notes": []}
 
@@ -126,7 +124,7 @@ def test_a_real_thread_that_ends_during_a_run_has_its_own_id() -> None:
     thread = threading.Thread(target=end)
     thread.start()
 
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         ends.release()
         is_over.acquire()
 
@@ -136,7 +134,7 @@ def test_a_real_thread_that_ends_during_a_run_has_its_own_id() -> None:
 
 
 def test_virtual_time_passes_faster_than_real_time() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         def sleep() -> None:
             began = time.monotonic()
             time.sleep(500)
@@ -150,7 +148,7 @@ def test_virtual_time_passes_faster_than_real_time() -> None:
 
 
 def test_each_process_has_a_clock_of_its_own() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         def read() -> None:
             time.sleep(10)
             world.notes.append((time.time() - 1_800_000_000, round(world.now, 3)))
@@ -164,7 +162,7 @@ def test_each_process_has_a_clock_of_its_own() -> None:
 
 
 def test_a_paused_process_continues_when_it_is_resumed_and_a_crashed_one_never() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         def tick(name: str) -> None:
             for _ in range(3):
                 time.sleep(1)
@@ -174,7 +172,7 @@ def test_a_paused_process_continues_when_it_is_resumed_and_a_crashed_one_never()
             world.make_process(name).start_thread(functools.partial(tick, name))
 
     events = (Event(1.5, "pause", "paused"), Event(1.6, "crash", "crashed"), Event(4.5, "resume", "paused"))
-    world = _SmallWorld(1, program)
+    world = _Small(1, program)
     world.is_at_rest = lambda: world.now > 10  # type: ignore[method-assign]
     world.run(Plan({}, list(events)))
     assert world.notes == [("crashed", 1.0), ("paused", 1.0), ("paused", 4.5), ("paused", 5.5)] or world.notes == [
@@ -186,7 +184,7 @@ def test_a_paused_process_continues_when_it_is_resumed_and_a_crashed_one_never()
 
 
 def test_threads_wait_for_each_other_in_virtual_time() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         items: queue.Queue[int] = queue.Queue(maxsize=2)
         changed = threading.Condition()
         ready: list[int] = []
@@ -217,7 +215,7 @@ def test_threads_wait_for_each_other_in_virtual_time() -> None:
 
 
 def test_event_loops_wait_for_threads_and_timers() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         async def main() -> None:
             slow = asyncio.ensure_future(asyncio.to_thread(time.sleep, 2))
             with pytest.raises(asyncio.TimeoutError):
@@ -234,7 +232,7 @@ def test_event_loops_wait_for_threads_and_timers() -> None:
 
 
 def test_a_deadlock_is_a_failure() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         locks = threading.Lock(), threading.Lock()
 
         def take(first: int) -> None:
@@ -251,7 +249,7 @@ def test_a_deadlock_is_a_failure() -> None:
 
 
 def test_an_exception_that_is_not_caught_is_a_failure() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         async def forget() -> None:
             async def fail() -> None:
                 raise ValueError("forgotten")
@@ -282,7 +280,7 @@ class _Echo(asyncio.Protocol):
         self.transport.write(data)
 
 
-def _serve_echo(world: _SmallWorld) -> Process:
+def _serve_echo(world: _Small) -> Process:
     server = world.make_process("server")
 
     async def serve() -> None:
@@ -305,7 +303,7 @@ class _Reader(asyncio.Protocol):
         self.lost.set_result(type(exc).__name__)
 
 
-def _talk(world: _SmallWorld, client: Callable[[], Any]) -> None:
+def _talk(world: _Small, client: Callable[[], Any]) -> None:
     async def begin() -> None:
         await asyncio.sleep(1)
         await client()
@@ -318,7 +316,7 @@ def _talk(world: _SmallWorld, client: Callable[[], Any]) -> None:
 def test_bytes_in_several_pieces_arrive_in_order() -> None:
     sent = bytes(range(256)) * 4000
 
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         _serve_echo(world)
         world.network.link("client", "server").split = 1.0
 
@@ -337,7 +335,7 @@ def test_bytes_in_several_pieces_arrive_in_order() -> None:
 
 
 def test_connections_end_as_in_tcp() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         server = _serve_echo(world)
 
         async def client() -> None:
@@ -375,7 +373,7 @@ class _PausedReader(_Reader):
 
 
 def test_a_writer_waits_for_a_peer_that_does_not_read() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         async def serve() -> None:
             await asyncio.get_running_loop().create_server(_PausedReader, "server", 80)
             await asyncio.sleep(400)
@@ -403,7 +401,7 @@ def test_a_run_restores_the_standard_library() -> None:
 
 
 def test_simultaneous_arrivals_are_spread_over_turns_in_their_order() -> None:
-    def program(world: _SmallWorld) -> None:
+    def program(world: _Small) -> None:
         process = world.make_process("p")
         process.spreads_over_turns = True
 

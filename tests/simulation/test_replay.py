@@ -37,7 +37,7 @@ def make_change(at: float, key: str, **members: Any) -> dict[str, Any]:
     return {"kind": "instance", "time": at, "instance": key, **STATE, **members}
 
 
-def write_recording(path: Path, *entries: dict[str, Any]) -> Path:
+def write(path: Path, *entries: dict[str, Any]) -> Path:
     path.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
     return path
 
@@ -58,7 +58,7 @@ RECORDED = (
 
 
 def test_the_plan_has_the_recorded_instances_requests_orders_and_failures(tmp_path: Path) -> None:
-    plan = read_plan([write_recording(tmp_path / "flight-1.jsonl", BEGIN, *RECORDED)])
+    plan = read_plan([write(tmp_path / "flight-1.jsonl", BEGIN, *RECORDED)])
     assert plan.settings["roles"] == ["mixed", "mixed"]
     assert plan.settings["router"] == {"policy": "round_robin"}
     events = [(round(event.at, 1), event.kind, event.details.get("id", event.target)) for event in plan.events]
@@ -81,15 +81,13 @@ def test_the_plan_has_the_recorded_instances_requests_orders_and_failures(tmp_pa
 def test_a_change_that_several_processes_recorded_occurs_once(tmp_path: Path) -> None:
     for number in range(2):
         drains = make_change(1001.0 + number, "10.0.0.1:1", draining=True)
-        write_recording(
-            tmp_path / f"flight-1-{number}.jsonl", BEGIN, drains, make_change(1003.0 + number, "10.0.0.1:1")
-        )
+        write(tmp_path / f"flight-1-{number}.jsonl", BEGIN, drains, make_change(1003.0 + number, "10.0.0.1:1"))
     plan = read_plan([tmp_path])
     assert [event.details["path"] for event in plan.events] == ["/admin/drain", "/admin/resume"]
 
 
 def test_the_replay_of_a_recording_has_no_failure_and_is_reproducible(tmp_path: Path) -> None:
-    plan = read_plan([write_recording(tmp_path / "flight-1.jsonl", BEGIN, *RECORDED)])
+    plan = read_plan([write(tmp_path / "flight-1.jsonl", BEGIN, *RECORDED)])
     first, second = (run_forked(RouterWorld, 0, plan) for _ in range(2))
     assert first.failures == []
     assert first.trace == second.trace
@@ -101,12 +99,12 @@ def test_the_program_prints_the_timeline_of_a_recording(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    path = write_recording(tmp_path / "flight-1.jsonl", BEGIN, *RECORDED)
+    path = write(tmp_path / "flight-1.jsonl", BEGIN, *RECORDED)
     assert main(["--replay", str(path)]) == 0
     assert "request 0 ends: right 200" in capfd.readouterr().out
 
 
 def test_a_recording_without_instances_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    path = write_recording(tmp_path / "flight-1.jsonl", {**BEGIN, "instances": {}}, make_request(0, 1001.0))
+    path = write(tmp_path / "flight-1.jsonl", {**BEGIN, "instances": {}}, make_request(0, 1001.0))
     with pytest.raises(RecordingError, match="names no instance"):
         read_plan([path])

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FIELDS", "import_hybrid", "is_installed", "read_installed_fields", "set_server_settings", "sglang_module"]
+__all__ = ["FIELDS", "import_hybrid", "is_installed", "read_installed_fields", "set_settings", "sglang_module"]
 
 NAME = "sglang.srt.mem_cache.hicache_storage"
 _PARENTS = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
@@ -63,7 +63,7 @@ def read_installed_fields() -> set[str]:
     }
 
 
-def set_server_settings(settings: dict[str, Any] | None) -> None:
+def set_settings(settings: dict[str, Any] | None) -> None:
     """Set the settings of SGLang's server, with defaults for the others; None: there are none, as in old versions."""
 
     server = _ServerArgs()
@@ -119,7 +119,7 @@ def sglang_module(*, real: bool) -> Iterator[Any]:
                 vars(sys.modules[name]).update(members)
         importlib.import_module(NAME)
         importlib.import_module(_CONTEXT)
-        set_server_settings({})
+        set_settings({})
         yield importlib.import_module("kvstore_backend.integrations.sglang")
     finally:
         for name in set(sys.modules) - before:

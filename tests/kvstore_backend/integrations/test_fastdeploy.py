@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def argv(model: Path, **changes: object) -> list[str]:
     """Return the command line of a transfer process."""
-    options: dict[str, object] = {
+    flags: dict[str, object] = {
         "device_id": 0,
         "rank": 0,
         "splitwise_role": "prefill",
@@ -85,12 +85,12 @@ def argv(model: Path, **changes: object) -> list[str]:
     }
     return [
         "cache_transfer_manager.py",
-        *(str(word) for name, value in options.items() for word in (f"--{name}", value)),
+        *(str(word) for name, value in flags.items() for word in (f"--{name}", value)),
     ]
 
 
 @pytest.fixture(scope="module")
-def replaced_client() -> Iterator[None]:
+def our_client() -> Iterator[None]:
     """Replace Mooncake's client, as in a process of FastDeploy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FD_PLUGINS", "kvstore")
@@ -130,7 +130,7 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 
 
 @pytest.fixture(scope="module")
-def stored(replaced_client: None, master: MooncakeMaster, shape: Shape, models: list[Path]) -> Iterator[Storage]:
+def stored(our_client: None, master: MooncakeMaster, shape: Shape, models: list[Path]) -> Iterator[Storage]:
     """Yield the storage of an instance of model one."""
     with storage(shape, master, argv(models[0])) as opened:
         opened.client.remove_all()
@@ -145,7 +145,7 @@ def instance(stored: Storage) -> TransferProcess:
     return process
 
 
-def repeat_content(content: bytes, size: int) -> bytes:
+def repeat(content: bytes, size: int) -> bytes:
     return (content * (size // len(content) + 1))[:size]
 
 
@@ -153,9 +153,7 @@ def test_another_process_of_the_model_reads_a_complete_hit(
     instance: TransferProcess, master: MooncakeMaster, models: list[Path]
 ) -> None:
     with storage(OneClass, master, argv(models[0], splitwise_role="decode", device_id=3)) as other:
-        assert TransferProcess(other, BLOCK).read(HASHES) == [
-            [repeat_content(content, BLOCK)] * 2 for content in CONTENTS
-        ]
+        assert TransferProcess(other, BLOCK).read(HASHES) == [[repeat(content, BLOCK)] * 2 for content in CONTENTS]
 
 
 def test_present_blocks_can_be_written_again(instance: TransferProcess) -> None:
@@ -169,7 +167,7 @@ def test_a_miss_matches_no_block(instance: TransferProcess) -> None:
 
 def test_a_partial_hit_matches_and_reads_the_leading_blocks(instance: TransferProcess) -> None:
     assert instance.read([*HASHES[:2], *block_hashes([[8] * 64]), HASHES[3]]) == [
-        [repeat_content(content, BLOCK)] * 2 for content in CONTENTS[:2]
+        [repeat(content, BLOCK)] * 2 for content in CONTENTS[:2]
     ]
 
 
@@ -181,16 +179,12 @@ def test_a_block_without_v_is_not_a_hit(instance: TransferProcess) -> None:
     assert instance.match(half) == 0
 
 
-def test_fp8_blocks_are_read_with_their_scales(
-    replaced_client: None, master: MooncakeMaster, models: list[Path]
-) -> None:
+def test_fp8_blocks_are_read_with_their_scales(our_client: None, master: MooncakeMaster, models: list[Path]) -> None:
     command = argv(models[0], cache_dtype="block_wise_fp8")
     with storage(OneClass, master, command) as opened:
         process = TransferProcess(opened, BLOCK // 2, SCALES)
         assert process.write(HASHES, CONTENTS) == [0] * 16
-        assert process.read(HASHES)[1] == [
-            repeat_content(b"second", size) for size in (BLOCK // 2, BLOCK // 2, SCALES, SCALES)
-        ]
+        assert process.read(HASHES)[1] == [repeat(b"second", size) for size in (BLOCK // 2, BLOCK // 2, SCALES, SCALES)]
         (lost,) = process.keys(HASHES[1:2])[3]
         assert opened.client.remove(lost, True) == 0
         assert process.match(HASHES) == 1
@@ -203,14 +197,14 @@ def test_two_models_in_one_pool_do_not_read_each_others_blocks(
         other = TransferProcess(opened, BLOCK)
         assert other.match(HASHES) == 0
         assert other.write(HASHES, CONTENTS[::-1]) == [0] * 8
-        assert other.read(HASHES)[0] == [repeat_content(b"fourth", BLOCK)] * 2
-        assert instance.read(HASHES)[0] == [repeat_content(b"first", BLOCK)] * 2
+        assert other.read(HASHES)[0] == [repeat(b"fourth", BLOCK)] * 2
+        assert instance.read(HASHES)[0] == [repeat(b"first", BLOCK)] * 2
         opened.client.remove_all()
         assert other.match(HASHES) == 0
     assert instance.match(HASHES) == 4
 
 
-@pytest.mark.usefixtures("replaced_client")
+@pytest.mark.usefixtures("our_client")
 def test_a_folder_in_place_of_the_masters_address_is_the_pool(shape: Shape, models: list[Path], tmp_path: Path) -> None:
     folder: dict[str, object] = {"master_server_addr": f"file://{tmp_path}/pool?size=64MiB", "protocol": "rdma"}
     folder |= {"metadata_server": "P2PHANDSHAKE", "local_hostname": "10.0.0.9"}
@@ -218,7 +212,7 @@ def test_a_folder_in_place_of_the_masters_address_is_the_pool(shape: Shape, mode
         first, second, other = (opened.enter_context(storage(shape, folder, argv(models[i]))) for i in (0, 0, 1))
         assert TransferProcess(first, BLOCK).write(HASHES, CONTENTS) == [0] * 8
         read = TransferProcess(second, BLOCK).read(HASHES)
-        assert read == [[repeat_content(content, BLOCK)] * 2 for content in CONTENTS]
+        assert read == [[repeat(content, BLOCK)] * 2 for content in CONTENTS]
         assert TransferProcess(other, BLOCK).match(HASHES) == 0
 
 
@@ -317,7 +311,7 @@ def test_after_the_masters_end_no_block_is_matched_and_calls_end_soon(models: li
 
 
 def test_every_call_of_a_closed_client_fails_without_an_exception(
-    replaced_client: None, models: list[Path], monkeypatch: pytest.MonkeyPatch
+    our_client: None, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, memory = FastDeployClient(), Memory(8)
     assert client.close() == client.close() == 0
@@ -356,9 +350,7 @@ def test_ranks_and_roles_have_the_same_namespace(models: list[Path]) -> None:
     ],
     ids=str,
 )
-def test_each_argument_that_changes_blocks_changes_the_namespace(
-    models: list[Path], changes: dict[str, object]
-) -> None:
+def test_arguments_that_change_blocks_change_the_namespace(models: list[Path], changes: dict[str, object]) -> None:
     assert digest_of(argv(models[0])) != digest_of(argv(models[0], **changes))
 
 
@@ -427,9 +419,7 @@ def test_command_lines_that_change_kv_have_different_namespaces(
 
 
 @pytest.mark.parametrize("kind", ["transfer", "scheduler", "worker"])
-def test_settings_of_the_engine_that_cannot_change_kv_do_not_change_the_namespace(
-    models: list[Path], kind: str
-) -> None:
+def test_settings_that_cannot_change_kv_do_not_change_the_namespace(models: list[Path], kind: str) -> None:
     command = commands(models[0])[kind]
     neutral = dict.fromkeys(CANNOT_CHANGE_KV, "another value")
     engine = engine_of(models[0], dict.fromkeys(NEUTRAL_VARIABLES, "another value"), **neutral)
@@ -507,7 +497,7 @@ def test_blocks_of_quantized_weights_are_shared_only_by_the_same_kind_of_gpu(
     config: dict[str, Any],
     is_shared: bool,
 ) -> None:
-    """Since compute capability 10.0, FastDeploy rounds the scales of block-wise fp8 to powers of two."""
+    """FastDeploy rounds the scales of block-wise fp8 to powers of two since compute capability 10.0."""
     (tmp_path / "model.pdparams").write_bytes((models[0] / "model.pdparams").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = set()
@@ -547,7 +537,7 @@ def test_why_miss_names_the_setting_in_which_two_instances_differ(
 
 
 def test_why_miss_finds_the_setting_in_the_pool(
-    replaced_client: None, master: MooncakeMaster, models: list[Path], capsys: pytest.CaptureFixture[str]
+    our_client: None, master: MooncakeMaster, models: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
         storage(OneClass, master, argv(models[0]), quantization="wint4") as one,
@@ -641,7 +631,7 @@ class UnversionedProcess(TransferProcess):
 
 @pytest.mark.parametrize(("kind", "shape"), [(VersionedProcess, OneClass), (UnversionedProcess, SchedulerAndWorker)])
 def test_after_an_update_blocks_of_old_weights_are_not_read(
-    replaced_client: None, master: MooncakeMaster, changing: Path, kind: type[TransferProcess], shape: Shape
+    our_client: None, master: MooncakeMaster, changing: Path, kind: type[TransferProcess], shape: Shape
 ) -> None:
     with storage(shape, master, argv(changing), dynamic_load_weight=True) as opened:
         process = kind(opened, BLOCK)
@@ -654,11 +644,11 @@ def test_after_an_update_blocks_of_old_weights_are_not_read(
         with storage(shape, master, argv(changing), dynamic_load_weight=True) as started_later:
             other = kind(started_later, BLOCK)
             vars(other)["step"] = "RL-STEP2"
-            assert other.read(HASHES) == [[repeat_content(b"of the new weights", BLOCK)] * 2]
+            assert other.read(HASHES) == [[repeat(b"of the new weights", BLOCK)] * 2]
 
 
 def test_no_block_is_read_or_stored_while_keys_and_folder_have_different_versions(
-    replaced_client: None, master: MooncakeMaster, changing: Path
+    our_client: None, master: MooncakeMaster, changing: Path
 ) -> None:
     with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as opened:
         process = VersionedProcess(opened, BLOCK)
@@ -669,7 +659,7 @@ def test_no_block_is_read_or_stored_while_keys_and_folder_have_different_version
 
 
 def test_an_updated_instance_and_one_that_starts_after_the_update_share_blocks(
-    replaced_client: None, master: MooncakeMaster, changing: Path
+    our_client: None, master: MooncakeMaster, changing: Path
 ) -> None:
     with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as updated:
         (changing / "model.pdparams").write_bytes(b"trained" * 600)
@@ -683,7 +673,7 @@ def test_an_updated_instance_and_one_that_starts_after_the_update_share_blocks(
 
 
 def test_no_block_is_read_or_stored_while_new_weights_are_incomplete(
-    replaced_client: None, master: MooncakeMaster, changing: Path
+    our_client: None, master: MooncakeMaster, changing: Path
 ) -> None:
     with storage(OneClass, master, argv(changing), dynamic_load_weight=True) as opened:
         process = UnversionedProcess(opened, BLOCK)
@@ -696,7 +686,7 @@ def test_no_block_is_read_or_stored_while_new_weights_are_incomplete(
 
 
 def test_weights_that_can_change_need_a_version(
-    replaced_client: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
+    our_client: None, master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
         pytest.raises(
@@ -714,7 +704,7 @@ def test_weights_that_can_change_need_a_version(
     ("has_changed", "named"), [(True, "folder"), (True, "draft"), (False, "folder"), (True, "hub")]
 )
 def test_an_instance_shares_no_blocks_if_its_weights_changed_after_its_start(
-    replaced_client: None, master: MooncakeMaster, changing: Path, models: list[Path], has_changed: bool, named: str
+    our_client: None, master: MooncakeMaster, changing: Path, models: list[Path], has_changed: bool, named: str
 ) -> None:
     """A model of a hub is an exception, because FastDeploy downloads it after its start."""
     (changing / "version.yaml").unlink()
@@ -744,7 +734,7 @@ def transfer_by_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "hands_over_by_storage", True)
 
 
-@pytest.mark.usefixtures("replaced_client", "transfer_by_storage")
+@pytest.mark.usefixtures("our_client", "transfer_by_storage")
 def test_decode_reads_all_blocks_and_the_partial_one_after_prefill_has_written_them(
     master: MooncakeMaster, models: list[Path]
 ) -> None:
@@ -758,7 +748,7 @@ def test_decode_reads_all_blocks_and_the_partial_one_after_prefill_has_written_t
             blocks = [first, name_partial(last, 5)]
             assert reader.match(blocks) == 0
             assert writer.write(blocks, CONTENTS[:2]) == [0] * 4
-            assert reader.read(blocks) == [[repeat_content(content, BLOCK)] * 2 for content in CONTENTS[:2]]
+            assert reader.read(blocks) == [[repeat(content, BLOCK)] * 2 for content in CONTENTS[:2]]
             assert reader.match([first, name_partial(last, 4)]) == 1
 
 
@@ -771,7 +761,7 @@ def test_calls_wait_longer_if_a_miss_is_an_error(
     assert FastDeployClient().patience(PoolConfig(MemorySettings())) == seconds
 
 
-@pytest.mark.usefixtures("replaced_client", "transfer_by_storage")
+@pytest.mark.usefixtures("our_client", "transfer_by_storage")
 def test_asynchronous_writes_are_refused_if_a_miss_is_an_error(
     master: MooncakeMaster, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

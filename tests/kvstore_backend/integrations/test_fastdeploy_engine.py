@@ -188,9 +188,7 @@ class TestReadingACommandLine:
 
 @pytest.mark.skipif(find_spec("fastdeploy") is None, reason="FastDeploy is not installed here")
 @pytest.mark.parametrize(("words", "arguments"), LINES[1::2])
-def test_fastdeploys_own_parser_returns_the_same_arguments(
-    words: list[str], arguments: dict[str, Any], tmp_path: Path
-) -> None:
+def test_fastdeploys_parser_has_the_same_result(words: list[str], arguments: dict[str, Any], tmp_path: Path) -> None:
     environ = {**os.environ, "FD_LOG_DIR": str(tmp_path)}
     command = [sys.executable, "-c", PARSE, json.dumps(words)]
     run = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -64,9 +64,7 @@ def list_installed(kind: str, folder: Path) -> list[str]:
         ("variables", [*KV_VARIABLES, *NEUTRAL_VARIABLES]),
     ],
 )
-def test_every_setting_of_fastdeploy_is_classified_once(
-    source: str, kind: str, known: list[str], tmp_path: Path
-) -> None:
+def test_every_setting_is_classified_once(source: str, kind: str, known: list[str], tmp_path: Path) -> None:
     if source == "installed" and find_spec("fastdeploy") is None:
         pytest.skip("FastDeploy is not installed here")
     assert len(known) == len({*known})

@@ -31,7 +31,7 @@ def copy_example(folder: Path, change: Change = lambda backend, mooncake: None) 
     return folder / "config.json"
 
 
-def list_models(backend: dict[str, Any]) -> list[dict[str, Any]]:
+def models(backend: dict[str, Any]) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = backend["ModelDeployConfig"]["ModelConfig"]
     return listed
 
@@ -47,26 +47,24 @@ def test_mindies_server_accepts_the_example() -> None:
 
 @pytest.mark.parametrize("plugins", ["prefix_cache", "mtp,prefix_cache", "prefix_cache, splitfuse"])
 def test_the_prefix_cache_can_be_one_of_several_plugins(tmp_path: Path, plugins: str) -> None:
-    path = copy_example(
-        tmp_path, lambda b, _: list_models(b)[0].update(plugin_params=json.dumps({"plugin_type": plugins}))
-    )
+    path = copy_example(tmp_path, lambda b, _: models(b)[0].update(plugin_params=json.dumps({"plugin_type": plugins})))
     assert read_server(path).pool is not None
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b, m: list_models(b)[0].pop("plugin_params"), "a pool needs the prefix cache"),
+        (lambda b, m: models(b)[0].pop("plugin_params"), "a pool needs the prefix cache"),
         (
-            lambda b, m: list_models(b)[0].update(plugin_params='{"plugin_type": "mtp"}'),
+            lambda b, m: models(b)[0].update(plugin_params='{"plugin_type": "mtp"}'),
             "a pool needs the prefix cache",
         ),
         (
-            lambda b, m: list_models(b)[0].update(plugin_params={"plugin_type": "prefix_cache"}),
+            lambda b, m: models(b)[0].update(plugin_params={"plugin_type": "prefix_cache"}),
             "a pool needs the prefix",
         ),
-        (lambda b, m: list_models(b)[0].update(plugin_params="prefix_cache"), "is a string that is not valid JSON"),
-        (lambda b, m: list_models(b).append({"modelName": "two"}), r"ModelConfig\[1\]"),
+        (lambda b, m: models(b)[0].update(plugin_params="prefix_cache"), "is a string that is not valid JSON"),
+        (lambda b, m: models(b).append({"modelName": "two"}), r"ModelConfig\[1\]"),
         (lambda b, m: b.pop("ModelDeployConfig"), "names no model"),
         (lambda b, m: b["kvPoolConfig"].update(configPath="lost.json"), "lost.json.* does not exist"),
         (lambda b, m: b["kvPoolConfig"].update(backend="unifiedcache"), "'unifiedcache'; it must be mooncake"),
@@ -85,7 +83,7 @@ def test_a_configuration_that_mindies_server_refuses_is_refused(tmp_path: Path, 
 def test_an_empty_backend_turns_the_pool_off(tmp_path: Path) -> None:
     def turn_off(backend: dict[str, Any], mooncake: dict[str, Any]) -> None:
         backend["kvPoolConfig"].update(backend="", configPath="")
-        list_models(backend)[0].pop("plugin_params")
+        models(backend)[0].pop("plugin_params")
 
     assert read_server(copy_example(tmp_path, turn_off)).pool is None
 
@@ -108,7 +106,7 @@ def test_the_pools_configuration_can_be_a_string(tmp_path: Path, as_text: bool) 
 
 def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     def spoil(backend: dict[str, Any], mooncake: dict[str, Any]) -> None:
-        list_models(backend)[0].pop("plugin_params")
+        models(backend)[0].pop("plugin_params")
         mooncake.update(metadata_server="http://10.0.0.1:15002/metadata", protocol="tcp")
         mooncake.pop("use_ascend_direct")
 
@@ -213,7 +211,7 @@ def test_a_setup_as_in_the_guide_passes(setup: Setup, capsys: pytest.CaptureFixt
             id="5 a file backend",
         ),
         pytest.param(
-            lambda s: list_models(s.backend)[0].update(plugin_params='{"plugin_type": "mtp"}'),
+            lambda s: models(s.backend)[0].update(plugin_params='{"plugin_type": "mtp"}'),
             "MindIE",
             '"plugin_params" of ModelConfig[0]',
             "a pool needs the prefix cache",

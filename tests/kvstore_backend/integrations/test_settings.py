@@ -84,9 +84,7 @@ def test_a_folder_with_a_configuration_and_no_weights_counts_by_its_files(tmp_pa
     assert text_of(str(tmp_path)) != before
 
 
-def test_a_value_without_a_slash_is_not_a_file_even_if_a_file_has_this_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_without_a_slash_is_not_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "auto").write_text("x")
     assert text_of("auto") == "auto"

@@ -33,7 +33,7 @@ from tests.kvstore_backend.integrations.sglang_module import (
     NAME,
     import_hybrid,
     is_installed,
-    set_server_settings,
+    set_settings,
     sglang_module,
 )
 from tests.support.strict_registration import StrictStore
@@ -108,14 +108,10 @@ def attach(integration: Any, model: Path, tmp_path: Path, monkeypatch: pytest.Mo
     opened: list[Any] = []
 
     def make(host: HostMemory, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
-        extra_config: dict[str, Any] = {
-            "interface_v1": 1,
-            "pool": f"file://{tmp_path}/pool?size=64MiB",
-            **(extra or {}),
-        }
+        full: dict[str, Any] = {"interface_v1": 1, "pool": f"file://{tmp_path}/pool?size=64MiB", **(extra or {})}
         config = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
         storage_config = SimpleNamespace(
-            **{**config, "is_mla_model": False, "model_name": str(model), "extra_config": extra_config, **changes}
+            **{**config, "is_mla_model": False, "model_name": str(model), "extra_config": full, **changes}
         )
         backend = integration.KvstoreHiCache(storage_config, {})
         backend.register_mem_pool_host(host)
@@ -124,7 +120,7 @@ def attach(integration: Any, model: Path, tmp_path: Path, monkeypatch: pytest.Mo
         wait_until(lambda: backend.is_ready, "the pool")
         return backend
 
-    set_server_settings({})
+    set_settings({})
     yield make
     for backend in opened:
         backend.close()
@@ -248,7 +244,7 @@ def test_pages_of_weights_that_the_server_downloads_are_shared(
 ) -> None:
     """The downloaded files are newer than the process, if SGLang has only a name at a hub."""
     monkeypatch.setattr(integration, "mark_changed_weights", mark_changed_weights)
-    set_server_settings({"model_path": "owner/name"})
+    set_settings({"model_path": "owner/name"})
     one, other = (attach(HostMemory(), {"model_path": str(model)}) for _ in range(2))
     assert len({*list_digests(one, other)}) == 1
 
@@ -258,7 +254,7 @@ def test_the_version_of_the_weights_depends_on_the_files_of_the_draft_model(
 ) -> None:
     draft = shutil.copytree(model, tmp_path / "draft")
     monkeypatch.setattr(integration, "mark_changed_weights", lambda version, folder: f"{version} {folder}")
-    set_server_settings({"model_path": str(model), "speculative_draft_model_path": str(draft)})
+    set_settings({"model_path": str(model), "speculative_draft_model_path": str(draft)})
     backend = attach(HostMemory())
     assert backend._pools[False].namespace.weights_version.split() == [str(model), str(draft)]
 
@@ -268,11 +264,11 @@ def test_two_models_with_the_same_served_name_share_no_pages(attach: Attach, mod
     (other := tmp_path / "other").mkdir()
     (other / "config.json").write_text("{}")
     (other / "model.bin").write_bytes(b"finetun")
-    set_server_settings({"model_path": str(model)})
+    set_settings({"model_path": str(model)})
     attach(HostMemory()).batch_set_v1(["a"], indices(0))
-    set_server_settings({"model_path": str(other)})
+    set_settings({"model_path": str(other)})
     assert attach(HostMemory(), model_name=str(model)).batch_exists(["a"]) == 0
-    set_server_settings({"model_path": str(model)})
+    set_settings({"model_path": str(model)})
     assert attach(HostMemory(), model_name="a name").batch_exists(["a"]) == 1
 
 
@@ -342,18 +338,18 @@ def make_fp8_memory() -> HostMemory:
 
 
 def test_two_kinds_of_fp8_share_no_pages(attach: Attach) -> None:
-    set_server_settings({"kv_cache_dtype": "fp8_e4m3"})
+    set_settings({"kv_cache_dtype": "fp8_e4m3"})
     attach(make_fp8_memory()).batch_set_v1(["a"], indices(0))
-    set_server_settings({"kv_cache_dtype": "fp8_e5m2"})
+    set_settings({"kv_cache_dtype": "fp8_e5m2"})
     other = attach(make_fp8_memory())
     assert other.batch_exists(["a"]) == 0
-    set_server_settings({"kv_cache_dtype": "fp8_e4m3"})
+    set_settings({"kv_cache_dtype": "fp8_e4m3"})
     assert attach(make_fp8_memory()).batch_exists(["a"]) == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "auto"}])
 def test_fp8_of_an_unknown_kind_is_refused(attach: Attach, settings: dict[str, Any]) -> None:
-    set_server_settings(settings)
+    set_settings(settings)
     with pytest.raises(
         ConfigError, match=r'torch.uint8 in host memory, which may mean fp8_e4m3 or fp8_e5m2; .*"kv_cache_dtype"'
     ):
@@ -374,7 +370,7 @@ def test_each_setting_that_can_change_kv_changes_the_namespace(
     monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(MemoryStore(1), namespace))
     found = dict(zip(list_digests(attach(HostMemory())), [""], strict=True))
     for name in sorted(CAN_CHANGE_KV):
-        set_server_settings({name: "another value"})
+        set_settings({name: "another value"})
         (digest,) = list_digests(attach(HostMemory()))
         assert digest not in found, f"{name} does not change the namespace, or has the same one as {found.get(digest)}"
         found[digest] = name
@@ -385,9 +381,7 @@ def test_adapters_count_by_the_files_in_their_folders(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "adapter").mkdir()
-    set_server_settings(
-        {"lora_paths": [SimpleNamespace(lora_id="drawn", lora_name="a", lora_path="adapter", pinned=False)]}
-    )
+    set_settings({"lora_paths": [SimpleNamespace(lora_id="drawn", lora_name="a", lora_path="adapter", pinned=False)]})
     backends = []
     for weights in ("one", "one", "two"):
         (tmp_path / "adapter" / "adapter_model.bin").write_text(weights)
@@ -416,9 +410,9 @@ def test_variables_of_libraries_that_can_change_numbers_change_the_namespace(
 def test_pages_of_quantized_weights_are_shared_only_by_the_same_kind_of_gpu(
     attach: Attach, model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, config: str, is_shared: bool
 ) -> None:
-    """With weights in fp8, H100 computes with activations in fp8, but A100 does not."""
+    """H100 computes with activations in fp8 if the weights are in fp8, but A100 does not."""
     (model / "config.json").write_text(config)
-    set_server_settings(settings)
+    set_settings(settings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = []
     for capability in ((8, 0), (9, 0)):
@@ -442,7 +436,7 @@ def test_the_kind_of_gpu_counts_for_quantized_weights_in_mistrals_format(
 
 def test_gpus_of_amd_share_pages_only_with_the_same_kind(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes of fp8 are other numbers on MI300 than on other GPUs."""
-    set_server_settings({"kv_cache_dtype": "fp8_e4m3"})
+    set_settings({"kv_cache_dtype": "fp8_e4m3"})
     backends = [attach(HostMemory())]
     monkeypatch.setattr(torch.version, "hip", "7.2")
     for name in ("gfx942", "gfx942", "gfx950"):
@@ -456,13 +450,13 @@ def test_gpus_of_amd_share_pages_only_with_the_same_kind(attach: Attach, monkeyp
 
 def test_an_unknown_setting_of_a_later_version_changes_the_namespace(attach: Attach) -> None:
     plain = attach(HostMemory())
-    set_server_settings({"a_setting_that_nobody_knows": 1})
+    set_settings({"a_setting_that_nobody_knows": 1})
     assert len({*list_digests(plain, attach(HostMemory()))}) == 2
 
 
 def test_settings_that_cannot_change_kv_do_not_change_the_namespace(attach: Attach) -> None:
     plain = attach(HostMemory())
-    set_server_settings(dict.fromkeys(CANNOT_CHANGE_KV, "another value"))
+    set_settings(dict.fromkeys(CANNOT_CHANGE_KV, "another value"))
     assert len({*list_digests(plain, attach(HostMemory()))}) == 1
 
 
@@ -484,7 +478,7 @@ def test_a_file_of_scales_counts_by_its_content(attach: Attach, tmp_path: Path) 
         scales = tmp_path / folder / "scales.json"
         scales.parent.mkdir(exist_ok=True)
         scales.write_text(content)
-        set_server_settings({"quantization_param_path": str(scales)})
+        set_settings({"quantization_param_path": str(scales)})
         found += list_digests(attach(HostMemory()))
     assert found[0] == found[1] != found[2]
 
@@ -496,7 +490,7 @@ def test_versions_of_sglang_share_no_pages(integration: Any, attach: Attach, mon
 
 
 def test_a_server_without_readable_settings_needs_a_version_of_its_weights(attach: Attach) -> None:
-    set_server_settings(None)
+    set_settings(None)
     with pytest.raises(ConfigError, match=r'does not expose its server.s settings .*set "weights_version"'):
         attach(HostMemory())
     assert attach(HostMemory(), {"weights_version": "1"}).is_ready
@@ -505,7 +499,7 @@ def test_a_server_without_readable_settings_needs_a_version_of_its_weights(attac
 def test_why_miss_names_the_setting_in_which_two_instances_differ(attach: Attach) -> None:
     manifests: list[Manifest] = []
     for settings in ({"quantization": "fp8", "dtype": "auto"}, {"quantization": "awq", "dtype": "auto"}):
-        set_server_settings(settings)
+        set_settings(settings)
         manifests.append(attach(HostMemory())._pools[False].manifest)
     first, second = manifests
     verdict = compare_setups(first, second)

@@ -44,7 +44,7 @@ class Manager:
 
 
 class LoraInstance(Instance):
-    """An instance whose workers read adapters."""
+    """An instance with workers that read adapters."""
 
     def __init__(self, store: StorageBackend, **options: Any) -> None:
         super().__init__(store, **options)
@@ -192,7 +192,7 @@ def test_blocks_are_computed_if_the_adapters_files_change_during_the_load(
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_an_adapter_is_not_cached_if_its_files_change_while_vllm_reads_them(tmp_path: Path, lora: Lora) -> None:
+def test_an_adapter_that_changes_while_vllm_reads_it_is_not_cached(tmp_path: Path, lora: Lora) -> None:
     class Slow(Manager):
         def _load_adapter(self, lora: Any) -> bytes:
             read = super()._load_adapter(lora)
@@ -205,9 +205,7 @@ def test_an_adapter_is_not_cached_if_its_files_change_while_vllm_reads_them(tmp_
     assert loaded.take_digests() == {name_adapter(lora): None}
 
 
-def test_an_adapter_is_not_cached_if_its_files_change_while_we_hash_them(
-    lora: Lora, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_that_changes_during_its_hash_is_not_cached(lora: Lora, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest(path: str, kind: bytes) -> bytes:
         replace_weights(lora)
         return b"d" * 32
@@ -389,9 +387,7 @@ def test_requests_of_a_vllm_without_load_inplace_are_cached(lora: Lora) -> None:
     assert digest is not None
     known.add_digests({adapter: [digest]})
     assert known.find_digest(plain, 1) == digest
-    assert [digest] == list(wait_for_digests(load_adapter(lora)).values()), (
-        "the attributes that are missing have the same defaults"
-    )
+    assert [digest] == list(wait_for_digests(load_adapter(lora)).values()), "missing attributes have the same defaults"
 
 
 def load_adapter(lora: Lora) -> LoadedAdapters:

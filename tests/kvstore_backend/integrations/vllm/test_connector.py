@@ -376,7 +376,7 @@ def make_config(folder: Path, pool: Path, **extra: object) -> Any:
 
 
 class LookUps:
-    """An instance whose scheduler looks up the blocks of a request."""
+    """An instance with a scheduler that looks up blocks."""
 
     scheduler: Any
 
@@ -682,7 +682,7 @@ class TestTwoInstances:
     def test_the_times_of_weight_files_are_read_after_their_samples(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """So a change of the weights during the sampling is detected."""
+        """This order detects a change of the weights during the sampling."""
         steps: list[str] = []
         sample = namespace_module.fingerprint_checkpoint
 
@@ -708,7 +708,7 @@ class TestTwoInstances:
     def test_streamed_weights_have_only_the_version_that_the_operator_sets(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With s3://, each process of vLLM writes the other files to a new folder, with new times."""
+        """Each process of vLLM writes the other files of an s3:// address to a new folder, with new times."""
         monkeypatch.setattr(namespace_module, "mark_changed_weights", mark_changed_weights)
         (folder / "model.safetensors").unlink()
         digests = []

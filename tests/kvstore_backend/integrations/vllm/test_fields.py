@@ -91,9 +91,7 @@ def make_changed(kind: str, field: str, value: object) -> Any:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 def test_the_recorded_fields_are_those_of_the_installed_vllm() -> None:
-    assert read_fields() == FIELDS_OF, (
-        "classify new fields in fields.py, then record them (see the docstring of this module)"
-    )
+    assert read_fields() == FIELDS_OF, "classify new fields in fields.py, then record them (see above)"
 
 
 def test_every_field_of_vllms_settings_is_classified_once() -> None:

@@ -371,7 +371,7 @@ def test_vllm_can_reset_its_cache_during_saves(hanging: Hanging) -> None:
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_a_reset_that_raises_an_exception_does_not_free_the_blocks_of_transfers(
+def test_a_reset_that_raises_does_not_free_blocks_of_transfers(
     hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = hanging.instance
@@ -576,7 +576,7 @@ class TestDecodeWaitsForPrefill:
     def pair(self, store: StorageBackend) -> Iterator[tuple[Instance, Instance]]:
         with (
             contextlib.closing(Instance(store)) as first,
-            contextlib.closing(make_decode_instance(store, 60.0)) as second,
+            contextlib.closing(open_decode(store, 60.0)) as second,
         ):
             yield first, second
 
@@ -596,7 +596,7 @@ class TestDecodeWaitsForPrefill:
     ) -> None:
         with (
             contextlib.closing(Instance(store)) as first,
-            contextlib.closing(make_decode_instance(store, 0.1)) as second,
+            contextlib.closing(open_decode(store, 0.1)) as second,
         ):
             first.compute(make_request(10), [0, 1, 2])
             assert second.match_request(make_request(name="b")) == 8
@@ -611,7 +611,7 @@ class TestDecodeWaitsForPrefill:
         faulty = FaultInjector(MemoryStore(1 << 20))
         guarded = GuardedBackend(lambda: CheckedBackend(faulty))
         assert guarded.wait_ready(10.0)
-        with contextlib.closing(make_decode_instance(guarded, 60.0)) as instance:
+        with contextlib.closing(open_decode(guarded, 60.0)) as instance:
             assert_still_waits(instance, waiting := make_request(name="b"))
             faulty.faults = [Fault.FAILED] * 100
             assert instance.match_request(waiting) == 0
@@ -623,7 +623,7 @@ class TestDecodeWaitsForPrefill:
         assert len(decode.scheduler._lookups) == 0
 
 
-def make_decode_instance(store: StorageBackend, prefill_wait_s: float) -> Instance:
+def open_decode(store: StorageBackend, prefill_wait_s: float) -> Instance:
     return Instance(store, prefill_wait_s=prefill_wait_s)
 
 
@@ -755,9 +755,7 @@ def test_blocks_are_computed_if_a_load_takes_longer(two: tuple[Instance, Instanc
     first.compute(make_request(), [7, 3, 5, 1, 2, 9])
     report_speeds(second, load_seconds=1.0, compute_seconds=0.5)
     request = make_request(name="b")
-    assert [second.match_request(request) for _ in range(30)] == [0] * 30, (
-        "the decision is made once, however often vLLM calls"
-    )
+    assert [second.match_request(request) for _ in range(30)] == [0] * 30, "decided once for all calls of vLLM"
     second.scheduler.on_allocation(request, lambda: [4, 8, 11, 10, 6, 0], 0)
     assert second.step({}, {}).requests == set()
     report_speeds(second, load_seconds=0.1, compute_seconds=0.5)

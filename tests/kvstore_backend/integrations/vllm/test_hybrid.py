@@ -225,9 +225,7 @@ class Instance:
         for worker in self.workers:
             worker.start_saves(plan.saves)
             loaded, report = worker.take_outcomes()
-            assert not loaded.blocks or len(self.specs) == 1, (
-                "with several groups, vLLM cannot compute single blocks again"
-            )
+            assert not loaded.blocks or len(self.specs) == 1, "vLLM computes no single blocks"
             output = KVConnectorOutput(
                 finished_recving=loaded.requests or None,
                 failed_recving=loaded.failed,
@@ -437,9 +435,7 @@ def test_blocks_that_are_lost_between_look_up_and_load_are_computed_again(pair: 
     assert counts["load failed"] > 0
 
 
-def test_missing_blocks_are_counted_for_their_group(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_blocks_are_counted_by_group(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.closing(Pair(folder, "window", tmp_path)) as pair:
         prompt = list(range(330))
         assert pair.first.ask({"a": prompt}) == {"a": answer(prompt)}

@@ -48,7 +48,7 @@ def head_outside(heads: int) -> torch.Tensor:
     return torch.zeros(heads, NUM_BLOCKS, BLOCK, 6).transpose(0, 1)
 
 
-class ShardedInstance(Instance):
+class TPInstance(Instance):
     """An instance with ``ranks`` ranks, each with its own memory for its heads."""
 
     def __init__(
@@ -117,8 +117,8 @@ def test_an_instance_loads_blocks_of_another_tensor_parallel_size(
     store: StorageBackend, writer: int, reader: int, make_layer: Callable[[int], torch.Tensor]
 ) -> None:
     with (
-        contextlib.closing(ShardedInstance(store, writer, make_layer)) as first,
-        contextlib.closing(ShardedInstance(store, reader, make_layer)) as second,
+        contextlib.closing(TPInstance(store, writer, make_layer)) as first,
+        contextlib.closing(TPInstance(store, reader, make_layer)) as second,
     ):
         first.compute(make_request(), TABLE)
         again = make_request(name="b")
@@ -128,7 +128,7 @@ def test_an_instance_loads_blocks_of_another_tensor_parallel_size(
 
 
 def test_blocks_of_another_sharding_are_gathered_through_host_buffers(store: StorageBackend) -> None:
-    one, other = ShardedInstance(store, 2, head_outside, "staged"), ShardedInstance(store, 1, head_outside, "staged")
+    one, other = TPInstance(store, 2, head_outside, "staged"), TPInstance(store, 1, head_outside, "staged")
     with contextlib.closing(one) as first, contextlib.closing(other) as second:
         first.compute(make_request(), TABLE)
         loaded = second.load(request := make_request(name="b"), TABLE)
@@ -138,8 +138,8 @@ def test_blocks_of_another_sharding_are_gathered_through_host_buffers(store: Sto
 
 def test_a_load_continues_with_own_blocks_after_those_of_another_sharding(store: StorageBackend) -> None:
     with (
-        contextlib.closing(ShardedInstance(store, 2)) as first,
-        contextlib.closing(ShardedInstance(store, 1)) as second,
+        contextlib.closing(TPInstance(store, 2)) as first,
+        contextlib.closing(TPInstance(store, 1)) as second,
     ):
         first.compute(make_request(10), TABLE)
         second.compute(make_request(), TABLE)
@@ -151,8 +151,8 @@ def test_a_load_continues_with_own_blocks_after_those_of_another_sharding(store:
 
 def test_a_block_with_a_part_evicted_after_the_look_up_is_computed(store: StorageBackend) -> None:
     with (
-        contextlib.closing(ShardedInstance(store, 2)) as first,
-        contextlib.closing(ShardedInstance(store, 1)) as second,
+        contextlib.closing(TPInstance(store, 2)) as first,
+        contextlib.closing(TPInstance(store, 1)) as second,
     ):
         first.compute(make_request(), TABLE)
         again = make_request(name="b")
@@ -167,8 +167,8 @@ def test_a_block_with_a_part_evicted_after_the_look_up_is_computed(store: Storag
 
 def test_blocks_with_another_order_of_axes_are_not_loaded(store: StorageBackend) -> None:
     with (
-        contextlib.closing(ShardedInstance(store, 2, token_first)) as first,
-        contextlib.closing(ShardedInstance(store, 1, head_first)) as second,
+        contextlib.closing(TPInstance(store, 2, token_first)) as first,
+        contextlib.closing(TPInstance(store, 1, head_first)) as second,
     ):
         first.compute(make_request(), TABLE)
         assert second.match_request(make_request(name="b")) == 0

@@ -1,7 +1,4 @@
-"""The choice of the route between vLLM's memory and the pool, and loads and saves through host buffers.
-
-The staged route uses a stand-in for a GPU.
-"""
+"""The route between vLLM's memory and the pool, and transfers through host buffers with a stand-in for a GPU."""
 
 from __future__ import annotations
 
@@ -122,7 +119,7 @@ class Gate:
             assert self._open.wait(60)
 
     def open_route(self, _: Route, memory: KVMemory, pool: BlockPool) -> TransferMemory:
-        """Open the staged route on a stand-in, whose copies wait at this gate."""
+        """Open the staged route with a stand-in. Its copies wait at this gate."""
         device = StandInDevice(before_step=self.wait)
         return StagedMemory(KVTensors(memory.merge_layers(), memory.num_blocks), pool, device=device)
 
@@ -198,9 +195,7 @@ def test_a_read_beyond_its_deadline_writes_to_no_block(store: StorageBackend) ->
         second.begin({}, {})
         loaded = second.end_transfers()
         assert (loaded.requests, loaded.failed) == ({"b"}, set())
-        assert loaded.blocks == set(OTHERS[:5]), (
-            "vLLM computes these blocks in place, because no late call writes to them"
-        )
+        assert loaded.blocks == set(OTHERS[:5]), "computed in place: no late call writes to them"
         for tensor in second.kv:
             tensor[OTHERS] = 0.5
         injector.go_on()

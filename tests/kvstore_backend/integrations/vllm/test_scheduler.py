@@ -1,7 +1,4 @@
-"""The scheduler's half of the vLLM connector without the other half: its plans, counts and waits.
-
-``test_halves.py`` tests both halves together.
-"""
+"""The scheduler's half of the vLLM connector; ``test_halves.py`` tests both halves together."""
 
 from __future__ import annotations
 
@@ -68,8 +65,8 @@ class Answer:
         return module._Found(self.found, None)
 
 
-class ControlledScheduler:
-    """A scheduler half with a ``Clock``, whose look-ups return ``Answer``s."""
+class ControlledHalf:
+    """A scheduler half with a ``Clock``. Its look-ups return ``Answer``s."""
 
     def __init__(self, instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
@@ -105,77 +102,73 @@ def instance(store: StorageBackend) -> Iterator[Instance]:
 
 
 @pytest.fixture
-def controlled(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> ControlledScheduler:
-    return ControlledScheduler(instance, monkeypatch)
+def half(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> ControlledHalf:
+    return ControlledHalf(instance, monkeypatch)
 
 
 @pytest.fixture
-def decode(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlledScheduler]:
+def decode(store: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlledHalf]:
     with contextlib.closing(Instance(store, prefill_wait_s=10.0)) as made:
-        yield ControlledScheduler(made, monkeypatch)
+        yield ControlledHalf(made, monkeypatch)
 
 
 class TestLookUps:
     """A step waits at most 2 ms for answers. Later steps ask again for the missing ones."""
 
-    def test_a_step_waits_two_milliseconds_for_all_answers_together(self, controlled: ControlledScheduler) -> None:
-        first, second = controlled.answer(None, 0.0015), controlled.answer(None, 9.0)
-        assert controlled.scheduler.matched_tokens(make_request(name="a"), 0) is None
-        assert controlled.scheduler.matched_tokens(make_request(name="b"), 0) is None
+    def test_a_step_waits_two_milliseconds_for_all_answers_together(self, half: ControlledHalf) -> None:
+        first, second = half.answer(None, 0.0015), half.answer(None, 9.0)
+        assert half.scheduler.matched_tokens(make_request(name="a"), 0) is None
+        assert half.scheduler.matched_tokens(make_request(name="b"), 0) is None
         assert first.waited == [0.002]
         assert second.waited == [pytest.approx(0.0005)]
-        assert controlled.scheduler.matched_tokens(make_request(name="b"), 0) is None
+        assert half.scheduler.matched_tokens(make_request(name="b"), 0) is None
         assert second.waited[1:] == [0.0], "the wait is never negative"
-        controlled.idle()
-        controlled.scheduler.matched_tokens(make_request(name="a"), 0)
+        half.idle()
+        half.scheduler.matched_tokens(make_request(name="a"), 0)
         assert first.waited[1:] == [0.002], "the next step waits 2 ms again"
 
-    def test_a_request_is_looked_up_once_however_often_vllm_calls(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(3)
-        assert [controlled.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [12] * 3
-        assert controlled.begun == [(5, None)]
+    def test_a_request_is_looked_up_once_however_often_vllm_calls(self, half: ControlledHalf) -> None:
+        half.answer(3)
+        assert [half.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [12] * 3
+        assert half.begun == [(5, None)]
 
-    def test_a_request_is_looked_up_again_when_its_computed_tokens_change(
-        self, controlled: ControlledScheduler
-    ) -> None:
-        controlled.answer(3)
-        controlled.answer(2)
-        assert controlled.scheduler.matched_tokens(make_request(), 0) == 12
-        assert controlled.scheduler.matched_tokens(make_request(), 9) == 8
-        assert controlled.begun == [(5, None), (3, None)]
+    def test_new_computed_tokens_cause_a_new_look_up(self, half: ControlledHalf) -> None:
+        half.answer(3)
+        half.answer(2)
+        assert half.scheduler.matched_tokens(make_request(), 0) == 12
+        assert half.scheduler.matched_tokens(make_request(), 9) == 8
+        assert half.begun == [(5, None), (3, None)]
 
     @pytest.mark.parametrize(("tokens", "computed"), [(4, 0), (8, 4), (5, 4), (22, 20)])
-    def test_without_a_missing_whole_block_there_is_no_look_up(
-        self, controlled: ControlledScheduler, tokens: int, computed: int
-    ) -> None:
-        assert controlled.scheduler.matched_tokens(make_request(tokens), computed) == 0
-        assert controlled.begun == []
+    def test_no_loadable_block_means_no_look_up(self, half: ControlledHalf, tokens: int, computed: int) -> None:
+        assert half.scheduler.matched_tokens(make_request(tokens), computed) == 0
+        assert half.begun == []
 
     @pytest.mark.parametrize(("found", "expected"), [(5, 16), (2, 4), (1, 0), (0, 0)])
     def test_drops_last_excludes_the_last_block_of_a_hit(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch, found: int, expected: int
     ) -> None:
         with contextlib.closing(Instance(store, drops_last=True)) as drafting:
-            controlled = ControlledScheduler(drafting, monkeypatch)
-            controlled.answer(found)
-            assert controlled.scheduler.matched_tokens(make_request(), 0) == expected
-            assert controlled.begun == [(5, None)]
+            half = ControlledHalf(drafting, monkeypatch)
+            half.answer(found)
+            assert half.scheduler.matched_tokens(make_request(), 0) == expected
+            assert half.begun == [(5, None)]
 
     def test_the_block_that_vllm_drops_from_its_own_hit_is_not_looked_up(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """This is true also in decode, where a request waits for blocks of a prefill instance."""
         with contextlib.closing(Instance(store, drops_last=True, prefill_wait_s=10.0)) as drafting:
-            controlled = ControlledScheduler(drafting, monkeypatch)
-            assert controlled.scheduler.matched_tokens(make_request(), 16) == 0
-            assert controlled.begun == []
-            controlled.answer(2)
-            assert controlled.scheduler.matched_tokens(make_request(), 12) == 4
+            half = ControlledHalf(drafting, monkeypatch)
+            assert half.scheduler.matched_tokens(make_request(), 16) == 0
+            assert half.begun == []
+            half.answer(2)
+            assert half.scheduler.matched_tokens(make_request(), 12) == 4
 
-    def test_a_look_up_without_a_hit_counts_no_decision(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(0)
-        assert controlled.scheduler.matched_tokens(make_request(), 0) == 0
-        assert controlled.scheduler.take_counts() == {}
+    def test_a_look_up_without_a_hit_counts_no_decision(self, half: ControlledHalf) -> None:
+        half.answer(0)
+        assert half.scheduler.matched_tokens(make_request(), 0) == 0
+        assert half.scheduler.take_counts() == {}
 
     def test_look_ups_are_counted_with_seconds_and_outcomes(self, instance: Instance) -> None:
         assert instance.scheduler.num_lookups == 0
@@ -219,7 +212,7 @@ class TestLookUps:
 class TestDecodeWaitsForPrefill:
     """Decode waits for blocks that a prefill instance saves."""
 
-    def test_decode_looks_up_again_every_twenty_milliseconds(self, decode: ControlledScheduler) -> None:
+    def test_decode_looks_up_again_every_twenty_milliseconds(self, decode: ControlledHalf) -> None:
         decode.answer(1)
         decode.answer(2)
         request = make_request()
@@ -233,7 +226,7 @@ class TestDecodeWaitsForPrefill:
         assert decode.scheduler.matched_tokens(request, 0) is None
         assert len(decode.begun) == 2, "the next look-up follows after 20 ms"
 
-    def test_the_wait_ends_prefill_wait_s_after_the_last_new_block(self, decode: ControlledScheduler) -> None:
+    def test_the_wait_ends_prefill_wait_s_after_the_last_new_block(self, decode: ControlledHalf) -> None:
         answers = [decode.answer(1), *(decode.answer(found) for found in (2, 2, 2, 2))]
         request = make_request()
         assert decode.scheduler.matched_tokens(request, 0) is None
@@ -246,13 +239,13 @@ class TestDecodeWaitsForPrefill:
         assert decode.scheduler.matched_tokens(request, 0) == 8
         assert answers[0].waited
 
-    def test_decode_waits_for_a_single_missing_block_but_not_for_none(self, decode: ControlledScheduler) -> None:
+    def test_decode_waits_for_a_single_missing_block_but_not_for_none(self, decode: ControlledHalf) -> None:
         answer = decode.answer(4)
         assert decode.scheduler.matched_tokens(make_request(), 0) is None
         answer.found = 5
         assert decode.scheduler.matched_tokens(make_request(), 0) == 20
 
-    def test_steps_without_work_sleep_while_a_request_waits(self, decode: ControlledScheduler) -> None:
+    def test_steps_without_work_sleep_while_a_request_waits(self, decode: ControlledHalf) -> None:
         decode.idle()
         assert decode.clock.slept == []
         decode.answer(1)
@@ -263,7 +256,7 @@ class TestDecodeWaitsForPrefill:
         assert decode.clock.slept == [0.005], "vLLM did not ask in this step"
 
     @pytest.mark.parametrize("work", ["computes", "loads", "saves", "is held"])
-    def test_steps_with_work_do_not_sleep(self, decode: ControlledScheduler, work: str) -> None:
+    def test_steps_with_work_do_not_sleep(self, decode: ControlledHalf, work: str) -> None:
         request = make_request(name="b")
         decode.scheduler.on_allocation(request, lambda: TABLE, 0)
         if work == "loads":
@@ -281,15 +274,15 @@ class TestDecodeWaitsForPrefill:
 class TestLoads:
     """The planned loads, and their effect on later saves."""
 
-    def test_a_load_has_only_the_matched_blocks(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(3)
+    def test_a_load_has_only_the_matched_blocks(self, half: ControlledHalf) -> None:
+        half.answer(3)
         request = make_request()
-        matched = controlled.scheduler.matched_tokens(request, 5)
+        matched = half.scheduler.matched_tokens(request, 5)
         assert matched == 12
-        controlled.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
-        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
+        half.scheduler.on_allocation(request, lambda: [10, 11, 12, 13, 14, 15], matched)
+        (load,) = half.scheduler.plan_step({}, lambda _: []).loads
         assert (list(load.blocks), load.names) == ([11, 12, 13], request.block_hashes[1:4])
-        assert controlled.scheduler.plan_step({}, lambda _: []).loads == []
+        assert half.scheduler.plan_step({}, lambda _: []).loads == []
 
     def test_the_dropped_block_of_a_hit_is_saved_when_it_is_computed(self, store: StorageBackend) -> None:
         with contextlib.closing(Instance(store, drops_last=True)) as drafting:
@@ -303,85 +296,83 @@ class TestLoads:
             assert list(save.blocks) == [20]
             drafting.end_transfers()
 
-    def test_only_as_many_found_blocks_are_loaded_as_vllm_has_allocated(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(3)
+    def test_only_as_many_found_blocks_are_loaded_as_vllm_has_allocated(self, half: ControlledHalf) -> None:
+        half.answer(3)
         request = make_request()
-        controlled.scheduler.matched_tokens(request, 0)
-        controlled.scheduler.on_allocation(request, lambda: TABLE, 8)
-        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
+        half.scheduler.matched_tokens(request, 0)
+        half.scheduler.on_allocation(request, lambda: TABLE, 8)
+        (load,) = half.scheduler.plan_step({}, lambda _: []).loads
         assert list(load.blocks) == [0, 1]
 
     @pytest.mark.parametrize(("found", "external"), [(3, 0), (None, 12)])
     def test_without_a_match_or_its_look_up_no_block_is_loaded(
-        self, controlled: ControlledScheduler, found: int | None, external: int
+        self, half: ControlledHalf, found: int | None, external: int
     ) -> None:
         request = make_request()
         if found is not None:
-            controlled.answer(found)
-            controlled.scheduler.matched_tokens(request, 0)
-        controlled.scheduler.on_allocation(request, lambda: TABLE, external)
-        assert controlled.scheduler.plan_step({}, lambda _: []).loads == []
-        assert not controlled.scheduler.has_pins
+            half.answer(found)
+            half.scheduler.matched_tokens(request, 0)
+        half.scheduler.on_allocation(request, lambda: TABLE, external)
+        assert half.scheduler.plan_step({}, lambda _: []).loads == []
+        assert not half.scheduler.has_pins
 
-    def test_loaded_blocks_are_not_saved_but_later_blocks_are(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(3)
+    def test_loaded_blocks_are_not_saved_but_later_blocks_are(self, half: ControlledHalf) -> None:
+        half.answer(3)
         request = make_request()
-        matched = controlled.scheduler.matched_tokens(request, 0) or 0
-        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
-        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
-        controlled.scheduler.on_report(Report(ended=Counter({load.number: 1})))
+        matched = half.scheduler.matched_tokens(request, 0) or 0
+        half.scheduler.on_allocation(request, lambda: TABLE, matched)
+        (load,) = half.scheduler.plan_step({}, lambda _: []).loads
+        half.scheduler.on_report(Report(ended=Counter({load.number: 1})))
         request.num_computed_tokens = 12
-        (save,) = controlled.scheduler.plan_step({"a": 10}, lambda _: TABLE).saves
+        (save,) = half.scheduler.plan_step({"a": 10}, lambda _: TABLE).saves
         assert list(save.blocks) == [3, 4]
 
-    def test_after_a_short_load_all_blocks_are_saved(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(3)
+    def test_after_a_short_load_all_blocks_are_saved(self, half: ControlledHalf) -> None:
+        half.answer(3)
         request = make_request()
-        matched = controlled.scheduler.matched_tokens(request, 0) or 0
-        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
-        (load,) = controlled.scheduler.plan_step({}, lambda _: []).loads
-        controlled.scheduler.on_report(Report(ended=Counter({load.number: 1}), short={"a", "nobody"}))
-        assert controlled.scheduler._short_loads == {"a"}
-        (save,) = controlled.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
+        matched = half.scheduler.matched_tokens(request, 0) or 0
+        half.scheduler.on_allocation(request, lambda: TABLE, matched)
+        (load,) = half.scheduler.plan_step({}, lambda _: []).loads
+        half.scheduler.on_report(Report(ended=Counter({load.number: 1}), short={"a", "nobody"}))
+        assert half.scheduler._short_loads == {"a"}
+        (save,) = half.scheduler.plan_step({"a": 22}, lambda _: TABLE).saves
         assert list(save.blocks) == [0, 1, 2, 3, 4]
-        controlled.scheduler.on_request_end(request, TABLE)
-        assert controlled.scheduler._short_loads == set()
+        half.scheduler.on_request_end(request, TABLE)
+        assert half.scheduler._short_loads == set()
 
-    def test_blocks_of_loads_do_not_count_for_the_limit_of_saves(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(5)
+    def test_blocks_of_loads_do_not_count_for_the_limit_of_saves(self, half: ControlledHalf) -> None:
+        half.answer(5)
         request = make_request()
-        matched = controlled.scheduler.matched_tokens(request, 0) or 0
-        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
+        matched = half.scheduler.matched_tokens(request, 0) or 0
+        half.scheduler.on_allocation(request, lambda: TABLE, matched)
         other, table = Request("b", list(range(100, 140))), list(range(10, 20))
-        controlled.scheduler.on_allocation(other, lambda: table, 0)
-        (save,) = controlled.scheduler.plan_step({"b": 40}, lambda _: table).saves
+        half.scheduler.on_allocation(other, lambda: table, 0)
+        (save,) = half.scheduler.plan_step({"b": 40}, lambda _: table).saves
         assert len(save.blocks) == NUM_BLOCKS // 4
 
-    def test_a_prefill_waits_for_its_saves_but_not_for_its_load(self, controlled: ControlledScheduler) -> None:
-        controlled.answer(4)
+    def test_a_prefill_waits_for_its_saves_but_not_for_its_load(self, half: ControlledHalf) -> None:
+        half.answer(4)
         request = make_request(max_tokens=1, kv_transfer_params=BEFORE_DECODE)
-        matched = controlled.scheduler.matched_tokens(request, 0) or 0
-        controlled.scheduler.on_allocation(request, lambda: TABLE, matched)
+        matched = half.scheduler.matched_tokens(request, 0) or 0
+        half.scheduler.on_allocation(request, lambda: TABLE, matched)
         request.num_computed_tokens = matched
-        plan = controlled.scheduler.plan_step({"a": 6}, lambda _: TABLE)
+        plan = half.scheduler.plan_step({"a": 6}, lambda _: TABLE)
         assert plan.awaited == [save.number for save in plan.saves]
         assert len(plan.loads) == 1
 
-    def test_requests_that_load_do_not_count_as_running(
-        self, controlled: ControlledScheduler, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_loading_requests_are_not_running(self, half: ControlledHalf, monkeypatch: pytest.MonkeyPatch) -> None:
         running: list[int] = []
 
         def decide(found: int, number: int) -> str:
             running.append(number)
             return "load"
 
-        monkeypatch.setattr(controlled.scheduler._load_or_compute, "decide", decide)
+        monkeypatch.setattr(half.scheduler._load_or_compute, "decide", decide)
         for name in ("a", "b", "c"):
-            controlled.answer(3)
+            half.answer(3)
             request = make_request(name=name)
-            matched = controlled.scheduler.matched_tokens(request, 0) or 0
-            controlled.scheduler.on_allocation(request, lambda: TABLE, 0 if name == "a" else matched)
+            matched = half.scheduler.matched_tokens(request, 0) or 0
+            half.scheduler.on_allocation(request, lambda: TABLE, 0 if name == "a" else matched)
         assert running == [0, 1, 1]
 
 
@@ -576,9 +567,7 @@ class TestRefill:
         (save,) = instance.scheduler.plan_step({"a": 22}, lambda _: [20, 21, 22, 23, 24, 25]).saves
         assert list(save.blocks) == list(range(8))
 
-    def test_blocks_of_adapters_are_not_noted_for_the_refill(
-        self, instance: Instance, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_refill_omits_blocks_of_adapters(self, instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
         lora = SimpleNamespace(lora_name="ad", lora_path="/ad")
         instance.scheduler.on_report(Report(adapters={("ad", "/ad"): [b"d" * 32]}))
         noted: list[object] = []

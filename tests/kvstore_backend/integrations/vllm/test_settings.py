@@ -80,9 +80,7 @@ class TestSpecialFields:
             ("yarn", {"model_config__multimodal_config__mm_processor_kwargs": {"do_normalize": False}}, True),
         ],
     )
-    def test_a_special_field_changes_the_settings_only_if_it_can_change_kv(
-        self, rope: str, changes: dict[str, Any], is_another: bool
-    ) -> None:
+    def test_special_fields_that_change_kv_count(self, rope: str, changes: dict[str, Any], is_another: bool) -> None:
         text_config = SimpleNamespace(rope_parameters={"rope_type": rope})
         plain = self.make(model_config__hf_text_config=text_config)
         changed = self.make(model_config__hf_text_config=text_config, **changes)
@@ -182,9 +180,7 @@ class TestSpecialFields:
         assert is_quantized(config) is is_one
 
     @pytest.mark.parametrize("name", ["PYTHONHASHSEED", "XHS_VIDEO_JPEG_QUALITY", *PRECISION_VARIABLES])
-    def test_variables_of_other_software_that_can_change_kv_count(
-        self, monkeypatch: pytest.MonkeyPatch, name: str
-    ) -> None:
+    def test_variables_of_other_software_count(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setenv(name, "0")
         assert collect_settings(self.make())[f"environment {name}"] == "0"
 

@@ -299,10 +299,8 @@ class TestStages:
         self, pair: tuple[StagedInstance, StagedInstance], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first, second = pair
-        pool_of_second_stage: BlockPool = first.workers[1, 0]._mover._pool
-        monkeypatch.setattr(
-            pool_of_second_stage, "save", lambda hashes, *given, **options: [Status.FAILED] * len(hashes)
-        )
+        pool: BlockPool = first.workers[1, 0]._mover._pool
+        monkeypatch.setattr(pool, "save", lambda hashes, *given, **options: [Status.FAILED] * len(hashes))
         first.compute(Request("a", TOKENS), COMPUTED)
         assert second.match(Request("b", TOKENS)) == (0, False)
 

@@ -1,7 +1,4 @@
-"""The worker's half of the vLLM connector without the other half: its transfers, waits and reports.
-
-``test_halves.py`` tests both halves together.
-"""
+"""The worker's half of the vLLM connector; ``test_halves.py`` tests both halves together."""
 
 from __future__ import annotations
 
@@ -112,9 +109,7 @@ class TestLoads:
         assert half.counts() == {"load ok": 1, "load failed": 2, "load bytes": BLOCK_BYTES, "load seconds": 0.5}
 
     @pytest.mark.parametrize(("count", "is_released"), [(2, True), (2, False), (3, True)])
-    def test_a_load_of_several_groups_fails_unless_it_is_complete(
-        self, half: Half, count: int, is_released: bool
-    ) -> None:
+    def test_an_incomplete_load_of_several_groups_fails(self, half: Half, count: int, is_released: bool) -> None:
         half.worker.start_loads([replace(transfer(), num_units=2)])
         half.transfers.end(half.transfers.loads[0], Outcome(count, 0.5, is_released))
         loaded, report = half.worker.take_outcomes()
