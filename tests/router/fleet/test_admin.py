@@ -48,7 +48,7 @@ def test_resume_ends_a_pause_or_a_drain(make_router: MakeRouter, stand_in: MakeS
     assert router.chat().status_code == 200
 
 
-def test_a_hooks_drain_does_not_shorten_an_operators(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_drain_of_a_hook_does_not_shorten_one_of_an_operator(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router()
     assert instance.register(router.url, start_id="1").status_code == 200
@@ -64,7 +64,9 @@ def test_a_hooks_drain_does_not_shorten_an_operators(make_router: MakeRouter, st
 
 
 @pytest.mark.parametrize("member", ["undrain", "until_restart"])
-def test_a_drains_members_are_true_or_false(make_router: MakeRouter, stand_in: MakeStandIn, member: str) -> None:
+def test_the_members_of_a_drain_must_be_true_or_false(
+    make_router: MakeRouter, stand_in: MakeStandIn, member: str
+) -> None:
     instance = stand_in()
     answer = make_router(instance).client.post("/admin/drain", json={"instance": instance.key, member: 1})
     assert answer.json()["error"]["message"] == f"{member} is 1; it must be true or false"

@@ -147,7 +147,7 @@ def test_the_events_of_an_instance_with_too_many_blocks_are_ignored(
     assert followed.reader.find_cache(KEY) is None
 
 
-def test_the_events_of_such_an_instance_are_read_again_after_it_has_restarted(
+def test_the_events_of_an_instance_with_too_many_blocks_are_read_again_after_a_restart(
     followed: FollowedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "MAX_INSTANCE_BLOCKS", 100)

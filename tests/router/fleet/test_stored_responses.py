@@ -42,11 +42,8 @@ def test_a_continuation_goes_to_the_instance_with_the_stored_response(
     last = router.workers[-1]
     owners = {"resp_a": first, "resp_b": second}
     for response_id, owner in owners.items():
-        stored_responses = last.app.proxy._services.stored_responses
-        wait_until(
-            lambda stored_responses=stored_responses, name=response_id: stored_responses.find_instance(name),
-            "the message of the other worker",
-        )  # type: ignore[misc]
+        stored = last.app.proxy._services.stored_responses
+        wait_until(lambda stored=stored, name=response_id: stored.find_instance(name), "the message")  # type: ignore[misc]
         before = len(owner.received)
         asked = {"input": "go on", "previous_response_id": response_id}
         for _ in range(3):
@@ -84,8 +81,8 @@ def test_with_api_keys_only_its_client_can_use_a_stored_response(
     alice, bob = ({"authorization": f"Bearer {key}"} for key in ("sk-1", "sk-2"))
     assert router.client.post("/v1/responses", json={"input": "hi"}, headers=alice).status_code == 200
     last = router.workers[-1]
-    stored_responses = last.app.proxy._services.stored_responses
-    wait_until(lambda: stored_responses.find_instance("resp_a"), "the message of the other worker")
+    stored = last.app.proxy._services.stored_responses
+    wait_until(lambda: stored.find_instance("resp_a"), "the message of the other worker")
     go_on = {"input": "go on", "previous_response_id": "resp_a"}
     asks: list[tuple[str, str, object]] = [
         ("POST", "/v1/responses", go_on),
@@ -143,7 +140,7 @@ def test_a_process_that_does_not_know_a_response_asks_the_others(
         assert router.client.post("/v1/responses", json={"input": "hi"}, headers=alice).status_code == 200
     last = router.workers[-1]
     stored = last.app.proxy._services.stored_responses
-    wait_until(lambda: len(stored._instances) == 2, "the other worker's word")
+    wait_until(lambda: len(stored._instances) == 2, "the message of the other worker")
     for response_id in ("resp_a", "resp_b"):
         for headers, status in ((bob, 404), (alice, 200)):
             stored._instances.clear()  # as if this worker had replaced another
@@ -158,11 +155,11 @@ async def no_others(_id: str) -> list[list[str]]:
 
 
 def test_only_the_last_responses_are_known() -> None:
-    stored_responses = StoredResponses(lambda _id, _instance, _owner: None, no_others)
+    stored = StoredResponses(lambda _id, _instance, _owner: None, no_others)
     for number in range(MAX_RESPONSES + 1):
-        stored_responses.add_response(f"resp_{number}", "a:1")
-    assert stored_responses.find_instance("resp_0") is None
-    assert stored_responses.find_instance(f"resp_{MAX_RESPONSES}") == "a:1"
+        stored.add_response(f"resp_{number}", "a:1")
+    assert stored.find_instance("resp_0") is None
+    assert stored.find_instance(f"resp_{MAX_RESPONSES}") == "a:1"
 
 
 def test_a_client_cannot_claim_the_response_of_another_client() -> None:

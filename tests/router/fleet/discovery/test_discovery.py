@@ -136,7 +136,7 @@ def test_a_restarted_container_is_registered_again(
     wait_for(router, {"ns/a": "healthy"})
 
 
-def test_an_instance_that_registers_itself_is_not_removed_with_its_pods_readiness(
+def test_an_instance_that_registers_itself_stays_while_its_pod_is_not_ready(
     discovering: Callable[..., RouterUnderTest], api: KubernetesApi, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
