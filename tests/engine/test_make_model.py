@@ -119,7 +119,7 @@ def test_a_folder_with_other_files_is_not_changed(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_file_that_cannot_be_written_gives_one_sentence(tmp_path: Path) -> None:
+def test_the_error_for_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "engine.make_model", "--output", str(tmp_path / "model")]
     limited = ["sh", "-c", 'ulimit -f 64; exec "$@"', "sh", *command]  # 32 or 64 KiB, as if the disk was full
     ended = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)

@@ -325,12 +325,12 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object(arguments: Any, re
 
 
 @pytest.mark.parametrize("calls", [5, [5], [{"function": 5}]])
-def test_a_template_may_refuse_what_is_no_call(calls: Any) -> None:
+def test_invalid_calls_are_an_error_if_the_template_refuses_them(calls: Any) -> None:
     with pytest.raises(ApiError, match="the checkpoint's chat template refused the messages"):
         render("{{ messages[0].tool_calls[0].function.name + '' }}", {"role": "assistant", "tool_calls": calls})
 
 
-def test_a_template_without_developers_gets_their_messages_as_the_systems() -> None:
+def test_developer_messages_become_system_messages_if_the_template_has_no_developers() -> None:
     message = {"role": "developer", "content": "the river"}
     shown = "{{ messages[0].role }}: {{ messages[0].content }}"
     assert render(shown, message) == "system: the river"
@@ -540,7 +540,7 @@ def test_a_list_is_checked_up_to_its_first_wrong_element(kind: type[Body], field
         (ResponsesBody, {"input": "a", "metadata": {str(i): "1" for i in range(17)}}),
     ],
 )
-def test_a_message_repeats_no_long_name(kind: type[Body], fields: dict[str, Any]) -> None:
+def test_an_error_contains_no_long_name(kind: type[Body], fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         check_body(kind, fields)
     assert len(str(caught.value)) < 300

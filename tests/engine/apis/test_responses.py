@@ -121,10 +121,10 @@ def test_a_stored_response_is_not_streamed_again(client: openai.OpenAI) -> None:
         client.responses.retrieve(respond(client).id, stream=True)
 
 
-def test_a_breakpoint_holds_for_its_own_request_only(client: openai.OpenAI) -> None:
+def test_a_breakpoint_applies_only_to_its_own_request(client: openai.OpenAI) -> None:
     part = {"type": "input_text", "text": "and then?", "prompt_cache_breakpoint": {"mode": "explicit"}}
     response = respond(client)
-    for _ in range(5):  # one request may have 4
+    for _ in range(5):  # a request may have at most 4 breakpoints
         items = [{"role": "user", "content": [part]}]
         response = respond(client, items, previous_response_id=response.id, max_output_tokens=1)
     assert response.status == "incomplete"

@@ -239,9 +239,7 @@ async def test_an_invalid_request_is_an_openai_error(app: Any, sent: bytes, stat
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
 @in_event_loop
-async def test_a_connection_on_which_no_request_arrives_is_closed(
-    app: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+async def test_a_connection_without_a_request_is_closed(app: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(http_server, "READ_SECONDS", 0.05)
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -252,7 +250,7 @@ async def test_a_connection_on_which_no_request_arrives_is_closed(
 
 
 @in_event_loop
-async def test_the_head_of_a_next_request_ends_no_response(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_head_of_the_next_request_does_not_end_a_response(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "READ_SECONDS", 0.05)
     body = json.dumps({**BODY, "prompt": "a", "max_tokens": 100, "ignore_eos": True}).encode()
     async with serving(app) as port:

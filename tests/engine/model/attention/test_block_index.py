@@ -38,7 +38,7 @@ def random_queries(count: int, seed: int) -> torch.Tensor:
 def search(
     tested: BlockIndex, layer: int, rows: list[int], queries: torch.Tensor, searches: list[tuple[int, int, int]]
 ) -> list[torch.Tensor]:
-    """Return, for each row, which blocks are chosen. ``searches`` have the first block, the last one, and the number."""
+    """Return, for each row, which blocks are chosen. ``searches`` have the first block, the last one, and the count."""
     request = Search(
         rows, [(first, last) for first, last, _ in searches], max(each[2] for each in searches), queries.device
     )
