@@ -371,9 +371,7 @@ def test_vllm_can_reset_its_cache_during_saves(hanging: Hanging) -> None:
     assert second.blocks.held == [0] * NUM_BLOCKS
 
 
-def test_a_reset_that_raises_does_not_free_blocks_of_transfers(
-    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reset_that_raises_frees_no_block_of_transfers(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
     second = hanging.instance
     hanging.store.faults = [Fault.HANGS]
     request, table = Request("b", list(range(100, 122))), [10, 11, 12, 13, 14, 15]
@@ -574,10 +572,7 @@ class TestDecodeWaitsForPrefill:
 
     @pytest.fixture
     def pair(self, store: StorageBackend) -> Iterator[tuple[Instance, Instance]]:
-        with (
-            contextlib.closing(Instance(store)) as first,
-            contextlib.closing(open_decode(store, 60.0)) as second,
-        ):
+        with contextlib.closing(Instance(store)) as first, contextlib.closing(open_decode(store, 60.0)) as second:
             yield first, second
 
     def test_decode_waits_until_the_pool_has_all_blocks_of_the_prompt(self, pair: tuple[Instance, Instance]) -> None:
@@ -594,10 +589,7 @@ class TestDecodeWaitsForPrefill:
     def test_after_the_wait_decode_loads_the_present_blocks_and_logs_the_missing_ones(
         self, store: StorageBackend, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with (
-            contextlib.closing(Instance(store)) as first,
-            contextlib.closing(open_decode(store, 0.1)) as second,
-        ):
+        with contextlib.closing(Instance(store)) as first, contextlib.closing(open_decode(store, 0.1)) as second:
             first.compute(make_request(10), [0, 1, 2])
             assert second.match_request(make_request(name="b")) == 8
         assert "Request b: 3 blocks of its prompt did not arrive from a prefill instance" in caplog.text

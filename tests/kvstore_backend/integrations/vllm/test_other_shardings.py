@@ -137,10 +137,7 @@ def test_blocks_of_another_sharding_are_gathered_through_host_buffers(store: Sto
 
 
 def test_a_load_continues_with_own_blocks_after_those_of_another_sharding(store: StorageBackend) -> None:
-    with (
-        contextlib.closing(TPInstance(store, 2)) as first,
-        contextlib.closing(TPInstance(store, 1)) as second,
-    ):
+    with contextlib.closing(TPInstance(store, 2)) as first, contextlib.closing(TPInstance(store, 1)) as second:
         first.compute(make_request(10), TABLE)
         second.compute(make_request(), TABLE)
         BlockPool(store, second.workers[0].namespace).remove_blocks(make_request().block_hashes[:2])
@@ -150,10 +147,7 @@ def test_a_load_continues_with_own_blocks_after_those_of_another_sharding(store:
 
 
 def test_a_block_with_a_part_evicted_after_the_look_up_is_computed(store: StorageBackend) -> None:
-    with (
-        contextlib.closing(TPInstance(store, 2)) as first,
-        contextlib.closing(TPInstance(store, 1)) as second,
-    ):
+    with contextlib.closing(TPInstance(store, 2)) as first, contextlib.closing(TPInstance(store, 1)) as second:
         first.compute(make_request(), TABLE)
         again = make_request(name="b")
         matched = second.match_request(again)
