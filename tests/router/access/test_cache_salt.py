@@ -39,7 +39,7 @@ class TestInstancesWithoutSalts:
         assert set(app._UNSALTED) == set(EngineKind)
 
     @pytest.mark.parametrize(
-        ("fields", "why"),
+        ("fields", "reason"),
         [
             ({}, "FastDeploy has no cache_salt"),
             ({"engine": "fastdeploy"}, "FastDeploy has no cache_salt"),
@@ -54,7 +54,7 @@ class TestInstancesWithoutSalts:
         stand_in: MakeStandIn,
         caplog: pytest.LogCaptureFixture,
         fields: dict[str, Any],
-        why: str,
+        reason: str,
     ) -> None:
         instance = stand_in()
         for _ in range(3):
@@ -63,7 +63,7 @@ class TestInstancesWithoutSalts:
         start = (
             f"--cache-salt-per-key may have no effect at mixed instance {instance.key}, so clients may share its cache"
         )
-        assert warning.startswith(f"{start}: {why}. ")
+        assert warning.startswith(f"{start}: {reason}. ")
 
     @pytest.mark.parametrize(
         "fields", [{"cache_salt": True}, {"engine": "vllm"}, {"engine": "sglang", "cache_salt": 1}]

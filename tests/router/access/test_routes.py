@@ -22,12 +22,12 @@ from tests.router.stand_in import StandIn
 ROOT = Path(__file__).parents[3]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 SECRETS = {
-    "stranger": "",
+    "anonymous": "",
     "client": "sk-1",
     "other client": "sk-2",
     "admin": "s3cret",
     "instance": "t0ken",
-    "liar": "x",
+    "wrong secret": "x",
 }
 CLIENTS = {"client", "other client"}
 EVERYBODY = set(SECRETS)
@@ -196,8 +196,8 @@ def test_each_path_is_answered_as_the_table_says(system: System) -> None:
 
 
 def test_no_request_reaches_an_engines_control_endpoints(system: System) -> None:
-    spelt = [("client", target) for path in CONTROL for target in (path, *spellings(path))]
-    for role, target in [*spelt, *(("admin", path) for path in CONTROL)]:
+    other_spellings = [("client", target) for path in CONTROL for target in (path, *spellings(path))]
+    for role, target in [*other_spellings, *(("admin", path) for path in CONTROL)]:
         for method in ("GET", "POST"):
             status = system.ask(method, target, role)
             assert status in (400, 401, 404, 405), f"{role}: {method} {target} was answered with {status}"
@@ -263,7 +263,7 @@ def test_the_body_of_a_request_to_the_control_plane_is_bounded(system: System) -
 
 def test_a_request_without_access_is_refused_before_the_body_is_sent(system: System) -> None:
     for route in ROUTES:
-        if "POST" not in route.methods or route.is_forwarded or "stranger" in system.allowed[route.access]:
+        if "POST" not in route.methods or route.is_forwarded or "anonymous" in system.allowed[route.access]:
             continue
         connection = http.client.HTTPConnection("127.0.0.1", system.router.port, timeout=20)
         connection.putrequest("POST", route.path)

@@ -33,7 +33,7 @@ def served(*models: str | None, gone: tuple[str, ...] = ()) -> ServedModels:
 
 
 @pytest.mark.parametrize(
-    ("models", "name", "meant"),
+    ("models", "name", "expected"),
     [
         (served("a", "b"), "a", "a"),
         (served("a", "b"), "c", None),
@@ -56,8 +56,8 @@ def served(*models: str | None, gone: tuple[str, ...] = ()) -> ServedModels:
         (served(gone=("b",)), "b", ""),
     ],
 )
-def test_a_name_selects_a_model_if_there_are_several(models: ServedModels, name: object, meant: str | None) -> None:
-    assert models.find(name) == meant
+def test_a_name_selects_a_model_if_there_are_several(models: ServedModels, name: object, expected: str | None) -> None:
+    assert models.find(name) == expected
 
 
 @pytest.mark.parametrize(
