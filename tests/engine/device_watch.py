@@ -78,7 +78,6 @@ class DeviceWatch:
             raise HostWaits(f"Tensor.{name}() in a step")
 
     def check_operation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check an operation of ATen."""
         if not self._is_watching:
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

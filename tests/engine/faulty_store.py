@@ -49,11 +49,9 @@ class FaultyStore(StorageBackend):
         self.go_on()
 
     def hang_loads(self) -> None:
-        """Make loads hang until ``go_on``."""
         self._loads_go.clear()
 
     def hang_saves(self) -> None:
-        """Make saves hang until ``go_on``."""
         self._saves_go.clear()
 
     def go_on(self) -> None:

@@ -56,7 +56,6 @@ class FaultyTransfer(Transfer):
         self._go.set()
 
     def hang(self) -> None:
-        """Make writes hang until ``go_on``."""
         self._go.clear()
 
     def go_on(self) -> None:
@@ -109,12 +108,10 @@ class Side:
 
     @property
     def is_free(self) -> bool:
-        """Whether all blocks are free."""
         return self.engine.metric("fastdeploy:available_gpu_block_num") == self.engine.blocks.num_blocks
 
     @property
     def num_reserved(self) -> float:
-        """Number of blocks that are reserved for prompts of another instance."""
         return self.engine.metric("kvstore_reserved_blocks")
 
 
@@ -143,7 +140,6 @@ class Pair:
         return pieces
 
     async def until_free(self) -> None:
-        """Wait until all blocks of both instances are free."""
         await eventually(lambda: self.prefill.is_free and self.decode.is_free, f"all blocks: {self}")
 
     def __repr__(self) -> str:
@@ -156,7 +152,6 @@ async def collect_pieces(generation: Generation) -> list[Piece]:
 
 
 def tokens_of(pieces: list[Piece]) -> list[int]:
-    """Return the tokens of a response."""
     return [piece.token_id for piece in pieces if piece.token_id is not None]
 
 

@@ -47,11 +47,9 @@ class SubmittedRequest:
 
     @property
     def listener(self) -> Listener:
-        """The listener for ``EngineCore.submit``."""
         return Listener(self._outputs.put, self._on_saved)
 
     def next(self) -> TokenOutput:
-        """Wait for the next output."""
         output = self._outputs.get(timeout=_DEADLINE_SECONDS)
         self._received.append(output)
         return output
@@ -64,7 +62,6 @@ class SubmittedRequest:
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason of the last received output."""
         return self._received[-1].finish_reason
 
     def _on_saved(self) -> None:
@@ -139,11 +136,9 @@ class Engine:
         return isinstance(self.core._connector._transfers._memory, DirectMemory)
 
     def wait_for_pool(self) -> None:
-        """Wait until the engine has joined the pool."""
         wait_until(lambda: self.metric("kvstore_pool_open"), "joining the pool", _DEADLINE_SECONDS)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the current value of a metric."""
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def begin(

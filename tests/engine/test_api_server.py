@@ -53,7 +53,6 @@ class RunningInstance:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
 
     def post(self, path: str, body: Any) -> Any:
-        """Send a JSON body; return the JSON response."""
         with self.http as client:
             return client.post(path, json=body).json()
 

@@ -113,7 +113,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Reference:
-    """Return one reference for both tests."""
     return Reference(checkpoint)
 
 

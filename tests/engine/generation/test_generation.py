@@ -66,7 +66,6 @@ class Pair:
         self.info = DisaggregateInfo(decode_ip=HOST, decode_connector_port=receiver.port)
 
     def start(self, info: DisaggregateInfo | None = None) -> tuple[Generation, Generation]:
-        """Start both legs of a request."""
         info = info or self.info
         return self.prefill.begin(request_of(), info), self.decode.begin(request_of(), info)
 
@@ -102,7 +101,6 @@ def store() -> Iterator[FaultyStore]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_checkpoint: Path) -> list[int]:
-    """The tokens that the model generates after the prompt."""
     with Engine(tiny_checkpoint) as engine:
         return engine.answer(PROMPT, 12).wait()
 

@@ -104,7 +104,6 @@ class HeldSteps:
         self._run = runner.run
 
     def run(self, chunks: Any) -> Any:
-        """Replace ``ModelRunner.run``."""
         choices = self._run(chunks)
         self.count += 1
         if self.count - 1 == self.hold_at:

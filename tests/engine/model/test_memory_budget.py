@@ -149,7 +149,6 @@ class FakeGpu:
         monkeypatch.setattr(engine.model.sampler, "fetch_numbers", lambda numbers: [1.0] * len(numbers))
 
     def run(self, chunks: list[Chunk]) -> list[Choice]:
-        """Run a step."""
         self.chunks = chunks
         if self.is_full:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nAnd more.")
@@ -157,7 +156,6 @@ class FakeGpu:
         return self._run(chunks)
 
     def empty_cache(self, device: torch.device) -> None:
-        """Release the memory of steps."""
         assert device.type == "meta"
         self._allocated = 0
 
@@ -167,7 +165,6 @@ ON_GPU = parse_args(LINE.split(), {})
 
 @pytest.fixture
 def gpu_runner(tiny_checkpoint: Path) -> ModelRunner:
-    """A runner for a simulated GPU."""
     return ModelRunner(str(tiny_checkpoint), load_model_config(str(tiny_checkpoint)), "meta", torch.float32, BLOCK)
 
 

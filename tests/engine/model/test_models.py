@@ -93,7 +93,6 @@ def logprobs_of_batch(
 
 
 def reference_logprobs(folder: Path, tokens: tuple[int, ...] = PROMPT) -> dict[int, float]:
-    """Return the logprobs that transformers computes."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         found = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1], dim=-1)

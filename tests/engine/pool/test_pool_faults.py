@@ -39,7 +39,6 @@ def answers(tiny_checkpoint: Path) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def filled_store(tiny_checkpoint: Path) -> MemoryStore:
-    """A pool with the blocks of all prompts."""
     store = MemoryStore(64 << 20)
     with Engine(tiny_checkpoint, store=FaultyStore(store)) as engine:
         for prompt in PROMPTS:

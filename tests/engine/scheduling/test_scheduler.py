@@ -318,7 +318,6 @@ class Batching(RuleBasedStateMachine):
             self.scheduler.finish_sequence(sequence)
 
     def run_one_step(self) -> list[Chunk]:
-        """Run a step as ``EngineCore`` does."""
         new = [sequence for sequence in self.scheduler.waiting if not sequence.num_preemptions]
         to_load = self.scheduler.admit_waiting()
         self.first_admissions += [int(s.request.request_id) for s in new if s.state is not State.WAITING]

@@ -22,7 +22,6 @@ from kvstore_backend.config import values
 
 
 def instance_of(model: Path, *flags: str) -> Instance:
-    """Make an instance in this process, without a start."""
     args = parse_args(["--model", str(model), "--device", "cpu", "--num-gpu-blocks-override", "64", *flags])
     with socket.socket() as connector:
         return Instance(args, find_surroundings(args), connector)
