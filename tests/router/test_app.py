@@ -177,7 +177,12 @@ class TestDraining:
             pieces = response.iter_raw()
             next(pieces)
             answer = router.client.post("/admin/drain", json={"instance": draining.key})
-            assert answer.json() == {"instance": draining.key, "state": "draining", "running_requests": 1}
+            assert answer.json() == {
+                "instance": draining.key,
+                "state": "draining",
+                "until_restart": False,
+                "running_requests": 1,
+            }
             assert draining.register(router.url).status_code == 200
             assert router.chat().status_code == 503
             other.register(router.url)
