@@ -34,7 +34,7 @@ def run_script(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]
 def test_without_a_gpu_the_script_prints_one_sentence() -> None:
     ended = run_script("rates")
     assert ended.returncode == 1
-    assert "sees no CUDA device; --stand-in tries the script out without one" in ended.stderr
+    assert "sees no CUDA device; --stand-in runs the script without one" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 
@@ -96,8 +96,8 @@ def test_the_stand_in_runs_a_part_and_appends_to_the_log(tmp_path: Path) -> None
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = (tmp_path / "gpu.md").read_text()
     assert report.startswith("## Before\n")
-    assert "the stand-in on a CPU; figures say nothing; Python 3." in report
-    assert "| rates | loads and saves beside copies of pinned memory | passed |" in report
+    assert "the stand-in on a CPU; its figures are meaningless; Python 3." in report
+    assert "| rates | rates of loads and saves, compared with copies of pinned memory | passed |" in report
     assert "| load " in report
     assert (tmp_path / "rates.log").read_text().count("| save ") == 3
 
