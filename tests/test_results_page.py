@@ -58,7 +58,7 @@ def test_a_certificate_has_a_row_in_the_table_and_a_column_in_the_matrix(script:
     table = script["make_matrix"]([{"title": "a pool", "cases": cases}])
     assert table["losses"] == []
     ours = script["make_matrix"]([{"title": "vLLM with KVStoreConnector", "cases": cases}])
-    assert ours["losses"] == ["- vLLM with KVStoreConnector: 2 of 3 cases are not passed."]
+    assert ours["losses"] == ["- vLLM with KVStoreConnector: 2 of 3 cases did not pass."]
     assert [row["values"] for row in table["rows"]] == [[3, 2, 3, 0, 92.0]]
     cells = [row["values"] for row in table["matrix"]["rows"]]
     assert cells == [["passed"], ["wrong: 3 of 8"], ["failed"], ["not run"]]
