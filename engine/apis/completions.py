@@ -338,7 +338,7 @@ class Completions:
         *before, final = body.messages
         prompt = self._render_chat(body, before, lets_assistant_speak=True) if before else ""
         final = _plain_message(len(before), final)
-        if final["role"] != "assistant" or not isinstance(final.get("content"), str) or not before:
+        if final["role"] != "assistant" or body.messages[-1].get("content") is None or not before:
             message = "continue_final_message: the last of several messages must be the assistant's, with a text"
             raise ApiError(400, message, param="messages")
         tokens = await encode(prompt)
