@@ -44,6 +44,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
+        self._begun_stops = [_BegunStop(text) for text in self._stop]
         self._tokens_before_stops = len(begun_token_ids) + min_tokens
         self._passed_over = 0  # number of characters of the held text in which stop strings are ignored
         self._window = list(prompt_token_ids[-_CONTEXT:])
@@ -139,7 +140,8 @@ class Detokenizer:
             at, self.met_stop = min(met)
             self._held = ""
             return text[:at]
-        keep = 0 if final else max((_stop_overlap(text, stop) for stop in self._stop), default=0)
+        begun = [each.follow(new) for each in self._begun_stops]
+        keep = 0 if final else max(begun, default=0)
         self._held = text[len(text) - keep :]
         self._passed_over = max(0, self._passed_over - (len(text) - keep))
         return text[: len(text) - keep]
@@ -150,9 +152,33 @@ def _count_incomplete(text: str) -> int:
     return min(_MAX_INCOMPLETE, len(text) - len(text.rstrip(_INCOMPLETE)))
 
 
-def _stop_overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop`` and shorter than ``stop``."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+class _BegunStop:
+    """Follows a text, and finds how much of a stop string the end of the text is (Knuth-Morris-Pratt).
+
+    It takes the same time for each character, also if a client sends a stop string that is the whole answer.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._length = 0
+        # For each prefix of the stop string that was met: the length of its longest end that is a shorter prefix.
+        self._shorter = [0]
+
+    def follow(self, new: str) -> int:
+        """Return the length of the text's longest end that is a prefix of the stop string, and is shorter than it."""
+        for character in new:
+            self._length = self._extend(self._length, character)
+            if self._length > len(self._shorter):
+                self._shorter.append(self._extend(self._shorter[-1], character))
+            if self._length == len(self._stop):
+                self._length = self._shorter[-1]
+        return self._length
+
+    def _extend(self, length: int, character: str) -> int:
+        """Return the length of the longest prefix that is an end of the prefix with this length and ``character``."""
+        while length and self._stop[length] != character:
+            length = self._shorter[length - 1]
+        return length + (self._stop[length] == character)
 
 
 # Byte-level vocabularies have a letter for each byte: the same character if it is printable in Latin-1, else one from
