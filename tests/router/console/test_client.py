@@ -1,4 +1,4 @@
-"""The client that programs for operators use: metrics, lists, orders, chats and errors. Instances are stand-ins."""
+"""The client that programs for operators use: metrics, lists, commands, chats and errors. Instances are stand-ins."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_error_for_an_unknown_authority_names_the_flag(make_router: MakeRout
         run_client(router.url, RouterClient.list_instances)
 
 
-def test_an_order_is_executed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_command_is_executed(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance)
     assert run_client(router.url, lambda client: client.give_order("drain", instance.key))["state"] == "draining"

@@ -85,7 +85,7 @@ def test_with_wait_the_program_waits_for_the_requests_of_all_workers(
         each.client.post("/admin/weight", json={"instance": second_instance.key, "weight": 0})
     with run_request(second):
         draining = Draining(instance.key, second_instance.key, "--wait", *at(first))
-        wait_until(lambda: get_state(second, instance) == "draining", "the order")
+        wait_until(lambda: get_state(second, instance) == "draining", "the drain")
         printed: list[str] = []
 
         def is_printed(sentence: str) -> bool:
@@ -141,7 +141,7 @@ def test_the_wait_ends_if_the_instance_is_resumed_or_removed(
     router = make_router(instance)
     with run_request(router):
         draining = Draining(instance.key, "--wait", *at(router))
-        wait_until(lambda: get_state(router, instance) == "draining", "the order")
+        wait_until(lambda: get_state(router, instance) == "draining", "the drain")
         known = router.app.registry.get(instance.key)
         assert known is not None
         if is_resumed:
@@ -201,15 +201,15 @@ def test_the_own_address_is_that_of_the_connection_to_the_router() -> None:
     assert find_own_address("http://127.0.0.1:1") == "127.0.0.1"
 
 
-def test_a_hook_repeats_its_order_to_a_router_that_has_lost_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_hook_repeats_its_drain_at_a_router_that_has_lost_it(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     may_end = threading.Event()
     instance = stand_in("mixed", streams_until(may_end))
     router = make_router(instance)
     with run_request(router):
         draining = Draining("--self-port", str(instance.port), "--wait", *at(router))
-        wait_until(lambda: get_state(router, instance) == "draining", "the order")
+        wait_until(lambda: get_state(router, instance) == "draining", "the drain")
         router.client.post("/admin/resume", json={"instance": instance.key})
-        wait_until(lambda: get_state(router, instance) == "draining", "the order's return")
+        wait_until(lambda: get_state(router, instance) == "draining", "the second drain")
         may_end.set()
     assert draining.wait() == 0
 

@@ -1,4 +1,4 @@
-"""What the tests of several routers share."""
+"""A fixture for the tests of several routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.redis import RedisServer
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A real redis-server of the test's own."""
+    """A real redis-server for one test."""
     server = RedisServer(tmp_path)
     server.start()
     yield server

@@ -1,4 +1,4 @@
-"""Workers' links that meet in one hub, as those of one supervisor's workers do; all in one process."""
+"""A hub and the links of workers, all in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LinkedHub:
         self._closings: list[Callable[[], None]] = []
 
     async def join(self, name: str) -> Link:
-        """A new worker's link."""
+        """Add a worker, and return its link."""
         ours, theirs = socket.socketpair()
         link = Link(name, is_first=name == "0")
 
@@ -37,14 +37,14 @@ class LinkedHub:
         return link
 
     async def close(self) -> None:
-        """Close all links, as a router's end does."""
-        for close_end in reversed(self._closings):  # a link that closes first does not wonder where the hub is
+        """Close all links and channels, as at a router's end."""
+        for close_end in reversed(self._closings):  # links before channels: a link without its hub stops its worker
             close_end()
         await asyncio.sleep(0.001)
 
 
 def run_linked(work: Callable[[LinkedHub], Awaitable[None]]) -> None:
-    """Run ``work`` with a hub in a loop of its own."""
+    """Run ``work`` with a hub in a new event loop."""
 
     async def run() -> None:
         linked = LinkedHub()
@@ -57,18 +57,18 @@ def run_linked(work: Callable[[LinkedHub], Awaitable[None]]) -> None:
 
 
 async def join_all(linked: LinkedHub, count: int) -> list[Link]:
-    """The links of ``count`` workers."""
+    """Add ``count`` workers, and return their links."""
     return [await linked.join(str(number)) for number in range(count)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until ``condition`` holds."""
-    give_up_at = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < give_up_at, "it does not come to pass"
+        assert time.monotonic() < deadline, "the condition does not become true"
         await asyncio.sleep(0.001)
 
 
 def make_record(count: int, writer: str = "a", *, ordered: int = 0, **members: Any) -> dict[str, Any]:
-    """A record as far as a hub looks at it; ``count`` is its version's, ``ordered`` that of its orders."""
+    """Return a record with the parts that a hub reads. ``count`` and ``ordered`` are in the versions of its parts."""
     return {"version": [count, writer], "orders": {"version": [ordered, writer if ordered else ""]}, **members}

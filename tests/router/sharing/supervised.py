@@ -1,4 +1,4 @@
-"""A supervisor whose workers are no processes: a test says what they say, and when they end."""
+"""A supervisor with stand-ins for workers: the test sends their messages, and ends them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRACES = {signal.SIGTERM: 7.0, signal.SIGINT: 3.0}
 
 
 class SetClock:
-    """A clock that stands still until the test moves it."""
+    """A clock that only the test advances."""
 
     seconds = 100.0
 
@@ -36,9 +36,9 @@ class SetClock:
 
 
 class WorkerStandIn:
-    """What a supervisor sees of a worker's process: its end of two sockets, its sentinel, its exit code."""
+    """A stand-in for a worker's process: its ends of two sockets, its sentinel, its exit code."""
 
-    pid = 0  # no process has it, so the kernel tells nothing about its CPU time
+    pid = 0  # no process has this id, so the kernel reports no CPU time
     exitcode: int | None = None
 
     def __init__(self, target: object, args: tuple[WorkerTask], daemon: bool) -> None:
@@ -70,14 +70,14 @@ class WorkerStandIn:
         self.connections.close()
         os.close(self._life)
 
-    def say(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         self.channel.sendall(pack(message))
 
-    def count(self, connections: int, taken: int) -> None:
-        self.say("count", connections, taken)
+    def send_count(self, connections: int, taken: int) -> None:
+        self.send("count", connections, taken)
 
-    def hear(self, kind: str) -> list[list[Any]]:
-        """The contents of all messages of this kind so far; a question is answered with nothing."""
+    def read(self, kind: str) -> list[list[Any]]:
+        """Return the contents of all messages of this kind so far. A query gets an empty answer."""
         try:
             while data := self.channel.recv(65536):
                 self._unpacker.feed(data)
@@ -86,11 +86,11 @@ class WorkerStandIn:
         for message in self._unpacker:
             self.messages.append(message)
             if message[0] == "ask":
-                self.say("answers", message[1], message[2], self.task.name, [])
+                self.send("answers", message[1], message[2], self.task.name, [])
         return [message[1:] for message in self.messages if message[0] == kind]
 
-    def take(self) -> list[socket.socket]:
-        """The clients' connections that it was given since the last call."""
+    def take_connections(self) -> list[socket.socket]:
+        """Return the clients' connections that have arrived since the last call."""
         return receive_connections(self.connections)[1]
 
 
@@ -104,7 +104,7 @@ class Supervised:
         self.workers: list[WorkerStandIn] = []
         self.num_readies = 0
         self.failures: list[Exception] = []
-        """Raised by the next starts of processes."""
+        """The exceptions of the next starts of processes."""
         self.supervisor = cast(Any, Supervisor(settings, self.listener, print, GRACES, Admission(settings)))
         self.supervisor._context = SimpleNamespace(Process=self._make_process)
         self.supervisor._clock = self.clock
@@ -130,30 +130,30 @@ class Supervised:
         """Run the supervisor until it accepts connections."""
         await self.start()
         for worker in self.workers:
-            worker.say("ready")
+            worker.send("ready")
         await until(lambda: self.num_readies == 1)
 
     async def wait_for_worker(self, number: int) -> WorkerStandIn:
-        """The worker that was started as this one, counted from 0, once the supervisor listens to it."""
+        """Wait until the supervisor has added worker ``number``, counted from 0, and return the worker."""
         await until(lambda: len(self.workers) > number)
         worker = self.workers[number]
         await until(lambda: worker.task.name in self.supervisor._hub.list_workers())
         return worker
 
     def connect(self) -> socket.socket:
-        """A new client's connection."""
+        """Open a connection as a client."""
         client = socket.create_connection(self.listener.getsockname(), 30)
         self._clients.append(client)
         return client
 
-    async def counted(self, worker: WorkerStandIn, connections: int, taken: int = 0) -> None:
-        """Let a worker tell how many connections it has."""
-        worker.count(connections, taken)
-        seen = self.supervisor._workers[worker.task.name]
-        await until(lambda: (seen.num_connections, seen.num_taken) == (connections, taken))
+    async def report(self, worker: WorkerStandIn, connections: int, taken: int = 0) -> None:
+        """Let a worker report its connections."""
+        worker.send_count(connections, taken)
+        known = self.supervisor._workers[worker.task.name]
+        await until(lambda: (known.num_connections, known.num_taken) == (connections, taken))
 
     async def end(self, grace: float = 0.0) -> str:
-        """End the run as a signal does; what it returned."""
+        """Stop the supervisor as a signal does, and return its result."""
         if not self.run.done():
             self.supervisor._stop_workers(grace)
             for worker in self.workers:
@@ -171,7 +171,7 @@ class Supervised:
 
 
 def run_supervised(work: Callable[[Supervised], Awaitable[None]], num_workers: int = 2, **settings: Any) -> None:
-    """Run ``work`` with a supervisor that has not started yet, and end the supervisor; nothing of it may be left."""
+    """Run ``work`` with a new supervisor, stop the supervisor, and assert that nothing of it remains."""
 
     async def run() -> None:
         supervised = Supervised(RouterSettings(workers=num_workers, **settings))

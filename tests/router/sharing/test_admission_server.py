@@ -1,4 +1,4 @@
-"""The limits of one router, whichever of its workers is asked."""
+"""The limits of a router apply to all of its workers together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Limited:
         return asyncio.ensure_future(self.workers[worker].enter(client))
 
 
-def test_a_limit_counts_over_all_workers_exactly() -> None:
+def test_a_limit_applies_exactly_to_all_workers_together() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 5)
         entering = [limited.enter(number % 2) for number in range(20)]
@@ -53,7 +53,7 @@ def test_a_limit_counts_over_all_workers_exactly() -> None:
     run_linked(run)
 
 
-def test_clients_take_turns_over_all_workers() -> None:
+def test_clients_of_all_workers_take_turns() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 1)
         await limited.enter(0, "greedy")
@@ -73,7 +73,7 @@ def test_clients_take_turns_over_all_workers() -> None:
     run_linked(run)
 
 
-def test_a_refusal_is_the_same_as_of_one_process() -> None:
+def test_a_refusal_is_the_same_as_that_of_one_process() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 1, queue_timeout_secs=0.05)
         await limited.enter(0)
@@ -88,7 +88,7 @@ def test_a_refusal_is_the_same_as_of_one_process() -> None:
     run_linked(run)
 
 
-def test_one_that_leaves_the_line_makes_room_for_the_next() -> None:
+def test_a_request_that_leaves_the_queue_does_not_delay_the_next_one() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 1)
         await limited.enter(0)
@@ -106,7 +106,7 @@ def test_one_that_leaves_the_line_makes_room_for_the_next() -> None:
     run_linked(run)
 
 
-def test_one_that_is_let_in_while_it_leaves_holds_no_place() -> None:
+def test_a_request_that_is_admitted_while_it_leaves_holds_no_place() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 1)
         for _ in range(50):
@@ -122,7 +122,7 @@ def test_one_that_is_let_in_while_it_leaves_holds_no_place() -> None:
     run_linked(run)
 
 
-def test_the_requests_of_a_worker_that_dies_hold_no_place() -> None:
+def test_the_requests_of_a_dead_worker_hold_no_place() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 2)
         await asyncio.gather(limited.enter(0), limited.enter(0))
@@ -137,7 +137,7 @@ def test_the_requests_of_a_worker_that_dies_hold_no_place() -> None:
     run_linked(run)
 
 
-def test_requests_at_another_router_count_until_it_is_gone() -> None:
+def test_requests_at_another_router_count_until_they_end() -> None:
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 3)
         hub.hub.on_message("", ["limits", "other", {"c": 2}, {}])
@@ -150,21 +150,21 @@ def test_requests_at_another_router_count_until_it_is_gone() -> None:
     run_linked(run)
 
 
-def test_other_routers_are_told_of_the_requests_of_all_workers_and_of_each_token_once(
+def test_other_routers_receive_the_requests_of_all_workers_and_each_token_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission_server, "SEND_SECONDS", 0.05)
-    told: list[tuple[dict[str, int], dict[str, int]]] = []
+    sent: list[tuple[dict[str, int], dict[str, int]]] = []
 
     async def run(hub: LinkedHub) -> None:
         limited = await Limited.start(hub, 5)
-        hub.hub.admission = AdmissionServer(limited.admission, lambda *figures: told.append(figures))
+        hub.hub.admission = AdmissionServer(limited.admission, lambda *counts: sent.append(counts))
         await asyncio.gather(limited.workers[0].enter("c", 0, 7), limited.workers[1].enter("c", 0, 20))
-        await until(lambda: bool(told) and told[-1][0] == {"c": 2})
+        await until(lambda: bool(sent) and sent[-1][0] == {"c": 2})
         limited.workers[0].leave("c", 3)
-        await until(lambda: told[-1][0] == {"c": 1})
+        await until(lambda: sent[-1][0] == {"c": 1})
         limited.workers[1].leave("c")
-        await until(lambda: told[-1] == ({}, {}))
-        assert sum(charged.get("c", 0) for _, charged in told) == 30
+        await until(lambda: sent[-1] == ({}, {}))
+        assert sum(charged.get("c", 0) for _, charged in sent) == 30
 
     run_linked(run)

@@ -1,4 +1,4 @@
-"""Connections that one process hands to another over a socket between them; here both ends are of one process."""
+"""Connections that one process passes to another over a socket. Here, both ends are in one process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def channel() -> Iterator[Pair]:
 
 @pytest.fixture
 def client() -> Iterator[Pair]:
-    """A client's end of a connection, and the router's."""
+    """The client's and the router's end of a connection."""
     client, connection = socket.socketpair()
     client.settimeout(30)
     with client, connection:
         yield client, connection
 
 
-def test_a_connection_works_on_the_other_side_and_here_it_may_be_closed(channel: Pair, client: Pair) -> None:
+def test_a_passed_connection_works_after_its_close_at_the_sender(channel: Pair, client: Pair) -> None:
     assert send_connection(channel[0], client[1])
     client[1].close()
     number, (received,) = receive_connections(channel[1])
@@ -42,35 +42,35 @@ def test_a_connection_works_on_the_other_side_and_here_it_may_be_closed(channel:
     assert client[0].recv(3) == b"yes"
 
 
-def test_connections_come_in_their_order_and_only_some_at_once(channel: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_arrive_in_order_and_in_limited_numbers(channel: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "MAX_AT_ONCE", 3)
     sent = []
     for _ in range(5):
         with socket.socket() as connection:
             assert send_connection(channel[0], connection)
-            sent.append(inode_of(connection))
+            sent.append(get_inode(connection))
     received = []
     for expected in (3, 2, 0):
         number, connections = receive_connections(channel[1])
         assert number == expected
         for each in connections:
-            received.append(inode_of(each))
+            received.append(get_inode(each))
             each.close()
     assert received == sent
 
 
-def inode_of(connection: socket.socket) -> int:
-    """What two descriptors of one connection have in common."""
+def get_inode(connection: socket.socket) -> int:
+    """Return the inode, which all descriptors of one connection share."""
     return os.fstat(connection.fileno()).st_ino
 
 
-def test_a_connection_that_is_lost_on_its_way_is_counted(channel: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    channel[0].send(b"c")  # as it arrives in a process that has no descriptor left
+def test_a_connection_that_is_lost_is_counted(channel: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    channel[0].send(b"c")  # without its descriptor, as in a process that has none free
     assert receive_connections(channel[1]) == (1, [])
     assert "a client's connection was lost" in caplog.text
 
 
-def test_what_came_before_the_other_end_closed_is_received(client: Pair) -> None:
+def test_a_connection_from_before_the_close_of_the_channel_is_received(client: Pair) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert send_connection(ours, client[1])
@@ -80,7 +80,7 @@ def test_what_came_before_the_other_end_closed_is_received(client: Pair) -> None
     assert number == 1
 
 
-def test_a_process_that_takes_none_at_present_is_not_waited_for(channel: Pair, client: Pair) -> None:
+def test_a_full_queue_of_connections_does_not_block_the_sender(channel: Pair, client: Pair) -> None:
     num_sent = 0
     while send_connection(channel[0], client[1]):
         num_sent += 1
@@ -92,6 +92,6 @@ def test_a_process_that_takes_none_at_present_is_not_waited_for(channel: Pair, c
     assert received == num_sent > 0
 
 
-def test_a_process_that_is_gone_takes_none(channel: Pair, client: Pair) -> None:
+def test_an_ended_process_gets_no_connection(channel: Pair, client: Pair) -> None:
     channel[1].close()
     assert not send_connection(channel[0], client[1])

@@ -1,4 +1,4 @@
-"""Machines' clocks differ, and are set back; routers and workers agree nonetheless. Real processes, a real Redis."""
+"""Routers and workers agree although machines' clocks differ and are set back. Processes and Redis are real."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.support.redis import RedisServer, needs_redis
 from tests.support.waiting import wait_until
 
 DAY = 86400.0
-# Workers renew their records every 10 s: what is wrong with clocks shows after that.
+# Workers renew their records every 10 s. An error with clocks shows after that.
 RENEWED_SECONDS = 11.0
-# So many connections reach each of two workers.
-LOOKS = 6
+# This number of connections reaches both workers.
+CONNECTIONS = 6
 
 
 class Router(NamedTuple):
@@ -35,22 +35,22 @@ class Router(NamedTuple):
     url: str
     clock: SkewedClock
 
-    def states(self) -> set[str]:
-        """The states that its workers have the instances in; connections are open at once, so that each is asked."""
+    def list_states(self) -> set[str]:
+        """Return the instances' states at all workers. The connections are open together, so that they reach all."""
         with contextlib.ExitStack() as opened:
             host, port = self.url.removeprefix("http://").split(":")
-            connections = [http.client.HTTPConnection(host, int(port), timeout=10) for _ in range(LOOKS)]
+            connections = [http.client.HTTPConnection(host, int(port), timeout=10) for _ in range(CONNECTIONS)]
             for connection in connections:
                 opened.callback(connection.close)
                 connection.connect()
-            return {state for connection in connections for state in _look(connection)}
+            return {state for connection in connections for state in _read_states(connection)}
 
-    def order(self, instance: StandIn, **members: Any) -> None:
+    def drain(self, instance: StandIn, **members: Any) -> None:
         order = {"instance": instance.key, **members}
         assert plain_http.post(f"{self.url}/admin/drain", json=order, timeout=10).status_code == 200
 
 
-def _look(connection: http.client.HTTPConnection) -> list[str]:
+def _read_states(connection: http.client.HTTPConnection) -> list[str]:
     connection.request("GET", "/registered")
     listed: list[dict[str, Any]] = json.loads(connection.getresponse().read())["mixed"]
     return [each["state"] for each in listed] or ["unknown"]
@@ -61,7 +61,7 @@ StartRouter = Callable[..., Router]
 
 @pytest.fixture
 def start_router(tmp_path: Path) -> Iterator[StartRouter]:
-    """Starts a router of two workers: ``start_router("a", 20.0)`` has a clock that is 20 s ahead."""
+    """A function that starts a router of two workers: ``start_router("a", 20.0)`` has a clock that is 20 s ahead."""
     with contextlib.ExitStack() as started:
 
         def start(name: str, ahead: float = 0.0, *flags: str) -> Router:
@@ -75,24 +75,21 @@ def start_router(tmp_path: Path) -> Iterator[StartRouter]:
         yield start
 
 
-def heartbeats(instance: StandIn, *routers: Router) -> None:
-    """Let the instance register again and again at these routers, for longer than heartbeats may be late.
-
-    Meanwhile records are renewed.
-    """
-    is_over = time.monotonic() + RENEWED_SECONDS
+def send_heartbeats(instance: StandIn, *routers: Router) -> None:
+    """Register the instance repeatedly at these routers, for longer than a renewal and a late heartbeat take."""
+    end = time.monotonic() + RENEWED_SECONDS
 
     def register() -> bool:
         for router in routers:
             assert instance.register(router.url).status_code == 200
-            assert "unknown" not in router.states()
-        return time.monotonic() > is_over
+            assert "unknown" not in router.list_states()
+        return time.monotonic() > end
 
-    wait_until(register, "the time in which it is looked at", pause_s=0.5)
+    wait_until(register, "the end of the heartbeats", pause_s=0.5)
 
 
 def wait_for_state(state: str, *routers: Router) -> None:
-    wait_until(lambda: all(router.states() == {state} for router in routers), f"{state} at all workers", deadline_s=5)
+    wait_until(lambda: all(router.list_states() == {state} for router in routers), f"{state} at workers", deadline_s=5)
 
 
 def test_the_clock_of_a_child_is_as_far_ahead_as_it_is_set(tmp_path: Path) -> None:
@@ -100,14 +97,14 @@ def test_the_clock_of_a_child_is_as_far_ahead_as_it_is_set(tmp_path: Path) -> No
     code = "import time; print(time.time(), time.time_ns())"
     for ahead in (DAY, -45.0):
         clock.set_ahead(ahead)
-        said = subprocess.run([sys.executable, "-c", code], env=clock.env, capture_output=True, text=True, check=True)
-        seconds, nanoseconds = map(float, said.stdout.split())
+        ended = subprocess.run([sys.executable, "-c", code], env=clock.env, capture_output=True, text=True, check=True)
+        seconds, nanoseconds = map(float, ended.stdout.split())
         assert seconds == pytest.approx(time.time() + ahead, abs=20)
         assert nanoseconds == pytest.approx(seconds * 1e9, abs=20e9)
 
 
 @needs_redis
-def test_a_drain_takes_effect_everywhere_and_no_instance_is_gone_whatever_the_routers_clocks_say(
+def test_drains_apply_everywhere_and_instances_remain_although_the_routers_clocks_differ(
     redis: RedisServer, start_router: StartRouter, stand_in: MakeStandIn
 ) -> None:
     shared = ("--shared-state", redis.url)
@@ -117,16 +114,16 @@ def test_a_drain_takes_effect_everywhere_and_no_instance_is_gone_whatever_the_ro
     for router in (future, first, second):
         instance.register(router.url)
     wait_for_state("healthy", first, second, future)
-    heartbeats(instance, first)
+    send_heartbeats(instance, first)
     future.process.kill()
-    first.order(instance)
+    first.drain(instance)
     wait_for_state("draining", first, second)
     second.clock.set_ahead(-25.0)
-    second.order(instance, undrain=True)
+    second.drain(instance, undrain=True)
     wait_for_state("healthy", first, second)
-    first.order(instance)
-    second.order(instance, undrain=True)
-    second.order(instance)
+    first.drain(instance)
+    second.drain(instance, undrain=True)
+    second.drain(instance)
     wait_for_state("draining", first, second)
     third = start_router("third", -DAY, *shared)
     wait_for_state("draining", first, second, third)

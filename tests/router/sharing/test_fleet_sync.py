@@ -1,4 +1,4 @@
-"""Two processes of one router, asked in turn: each knows what the other was told."""
+"""Two processes of one router exchange their instances, commands, metrics and prefixes."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture
 def workers(make_router: MakeRouter, stand_in: MakeStandIn) -> list[RouterUnderTest]:
-    """Two processes, and one instance that registered at the first."""
+    """Two processes of a router, and one instance that has registered at the first."""
     return make_router(stand_in(), workers=2).workers
 
 
-def registered(worker: RouterUnderTest) -> list[dict[str, Any]]:
+def list_registered(worker: RouterUnderTest) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = worker.client.get("/registered").json()["mixed"]
     return listed
 
 
-def test_an_instance_that_registered_at_one_is_known_to_the_other_when_it_has_its_answer(
+def test_an_instance_that_has_registered_at_one_process_is_known_to_the_other(
     workers: list[RouterUnderTest], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = workers
     assert "the error response could not be sent" not in caplog.text
-    assert [one["url"] for one in registered(second)] == [one["url"] for one in registered(first)]
+    assert [one["url"] for one in list_registered(second)] == [one["url"] for one in list_registered(first)]
     assert second.chat().status_code == 200
 
 
-def test_the_engine_that_an_instance_registered_with_one_is_known_to_the_other(
+def test_the_engine_of_a_registration_at_one_process_is_known_to_the_other(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     first, second = make_router(workers=2).workers
     stand_in().register(first.url, engine="vllm", kv_connector="mooncake")
-    assert [(one["engine"], one["kv_connector"]) for one in registered(second)] == [("vllm", "mooncake")]
+    assert [(one["engine"], one["kv_connector"]) for one in list_registered(second)] == [("vllm", "mooncake")]
 
 
 @pytest.mark.parametrize(
@@ -57,51 +57,51 @@ def test_the_engine_that_an_instance_registered_with_one_is_known_to_the_other(
         ({"path": "weight", "weight": 0.25}, "weight", 0.25),
     ],
 )
-def test_an_order_that_one_carried_out_holds_for_both(
+def test_a_command_at_one_process_applies_to_both(
     workers: list[RouterUnderTest], order: dict[str, Any], field: str, value: object
 ) -> None:
     first, second = workers
-    key = registered(first)[0]["url"].removeprefix("http://")
+    key = list_registered(first)[0]["url"].removeprefix("http://")
     path = order.pop("path")
     assert second.client.post(f"/admin/{path}", json={"instance": key, **order}).status_code == 200
-    assert registered(first)[0][field] == registered(second)[0][field] == value
+    assert list_registered(first)[0][field] == list_registered(second)[0][field] == value
 
 
-def test_records_are_renewed_for_those_that_come_later(
+def test_records_are_renewed_periodically(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.sharing.fleet_sync.RENEWAL_SECONDS", 0.02)
     instance = stand_in()
     _, second = make_router(instance, workers=2).workers
-    heard: list[dict[str, Any]] = []
-    second.app.link.subscribe_to_records(lambda key, record: heard.append(record))
-    wait_until(lambda: len(heard) >= 2, "two renewals")
-    assert heard[1]["version"] == heard[0]["version"]
+    received: list[dict[str, Any]] = []
+    second.app.link.subscribe_to_records(lambda key, record: received.append(record))
+    wait_until(lambda: len(received) >= 2, "two renewals")
+    assert received[1]["version"] == received[0]["version"]
 
 
-def test_an_order_is_not_undone_by_a_record_that_was_made_before_it_and_comes_late(
+def test_an_earlier_record_that_arrives_late_does_not_undo_a_command(
     workers: list[RouterUnderTest],
 ) -> None:
     first, second = workers
-    late = _record_of(second)
-    key = registered(first)[0]["url"].removeprefix("http://")
+    late = make_record(second)
+    key = list_registered(first)[0]["url"].removeprefix("http://")
     assert first.client.post("/admin/drain", json={"instance": key}).status_code == 200
-    tell(first, late)
-    assert registered(first)[0]["state"] == "draining"
+    deliver(first, late)
+    assert list_registered(first)[0]["state"] == "draining"
 
 
-def test_an_instance_of_a_role_that_this_router_has_not_is_not_taken(
+def test_an_instance_with_a_role_that_this_router_lacks_is_not_added(
     workers: list[RouterUnderTest], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = workers
-    record = _record_of(first)
-    tell(second, {**record, "fields": {**record["fields"], "role": "prefill", "port": 1}}, "127.0.0.1:1")
-    assert len(registered(second)) == 1
+    record = make_record(first)
+    deliver(second, {**record, "fields": {**record["fields"], "role": "prefill", "port": 1}}, "127.0.0.1:1")
+    assert len(list_registered(second)) == 1
     assert not second.client.get("/registered").json()["prefill"]
     assert "which another process reported, is not added" in caplog.text
 
 
-def test_a_heartbeat_at_one_keeps_the_instance_alive_at_both(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_heartbeat_at_one_process_counts_at_both(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     router = make_router(instance, workers=2, health_check_interval_secs=0.05, heartbeat_expiry_secs=1.0)
     first, second = router.workers
@@ -115,10 +115,10 @@ def test_a_heartbeat_at_one_keeps_the_instance_alive_at_both(make_router: MakeRo
     instance.answers_probes = True
     instance.register(first.url)
     assert known.last_registered > before
-    wait_until(lambda: not registered(first) and not registered(second), "the silent instance to be forgotten")
+    wait_until(lambda: not list_registered(first) and not list_registered(second), "the removal of the silent instance")
 
 
-def test_an_instance_outlives_the_process_that_it_registered_at(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_an_instance_outlives_the_process_of_its_registration(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     probes = {"health_check_interval_secs": 0.05, "heartbeat_expiry_secs": 0.5, "health_failure_threshold": 1}
     first, second = make_router(instance, workers=2, **probes).workers
@@ -126,14 +126,14 @@ def test_an_instance_outlives_the_process_that_it_registered_at(make_router: Mak
     known = second.app.registry.get(f"127.0.0.1:{instance.port}")
     assert known is not None
     assert known.has_heartbeat
-    first.thread.run(leave(first))
-    wait_until(lambda: time.monotonic() - known.last_registered > 1.0, "its heartbeat to be late")
+    first.thread.run(cut_link(first))
+    wait_until(lambda: time.monotonic() - known.last_registered > 1.0, "a late heartbeat")
     assert second.chat().status_code == 200
     instance.stop()
-    wait_until(lambda: not registered(second), "the dead instance to be forgotten")
+    wait_until(lambda: not list_registered(second), "the removal of the dead instance")
 
 
-def test_where_one_finds_an_instance_dead_the_other_looks_at_once(
+def test_if_one_process_finds_a_dead_instance_the_other_probes_it_at_once(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     dying, living = stand_in(), stand_in()
@@ -142,11 +142,11 @@ def test_where_one_finds_an_instance_dead_the_other_looks_at_once(
     for _ in range(4):
         assert first.chat().status_code == 200
     wait_until(
-        lambda: sorted(one["state"] for one in registered(second)) == ["healthy", "unhealthy"], "the other to know"
+        lambda: sorted(one["state"] for one in list_registered(second)) == ["healthy", "unhealthy"], "the other's probe"
     )
 
 
-def test_one_that_is_unhealthy_here_stays_so_until_it_answers_here(
+def test_an_instance_is_unhealthy_at_a_process_until_it_answers_its_probe(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -155,24 +155,24 @@ def test_one_that_is_unhealthy_here_stays_so_until_it_answers_here(
     assert known is not None
     instance.answers_probes = False
     known.mark_unhealthy("it cannot be reached from here")
-    tell(second, _record_of(first))
-    wait_until(lambda: not second.app.health._suspects, "its probe to fail")
+    deliver(second, make_record(first))
+    wait_until(lambda: not second.app.health._suspects, "a failed probe")
     assert not known.healthy
     instance.answers_probes = True
-    tell(second, _record_of(first))
-    wait_until(lambda: known.healthy, "a probe")
+    deliver(second, make_record(first))
+    wait_until(lambda: known.healthy, "a passed probe")
 
 
-def test_an_emptied_cache_is_empty_for_both(workers: list[RouterUnderTest], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_cache_is_known_to_both(workers: list[RouterUnderTest], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = workers
     lost: list[str] = []
     second.app.registry.events.lost_caches.subscribe(lost.append)
-    key = registered(first)[0]["url"].removeprefix("http://")
+    key = list_registered(first)[0]["url"].removeprefix("http://")
     first.app.fleet_sync.announce_lost_cache(key)
-    wait_until(lambda: lost == [key], "the other to know")
+    wait_until(lambda: lost == [key], "the other's event")
 
 
-def test_a_request_is_explained_by_whichever_is_asked(workers: list[RouterUnderTest]) -> None:
+def test_a_request_is_explained_by_each_process(workers: list[RouterUnderTest]) -> None:
     first, second = workers
     first.chat(request_id="r1")
     explained = second.client.get("/admin/explain/r1")
@@ -181,7 +181,7 @@ def test_a_request_is_explained_by_whichever_is_asked(workers: list[RouterUnderT
     assert [each["request_id"] for each in second.client.get("/admin/requests").json()["requests"]] == ["r1"]
 
 
-def test_a_request_is_aborted_by_whichever_is_asked(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_request_can_be_aborted_at_the_other_process(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     async def behave(request: Received, respond: Responder) -> None:
         if request.target != "/v1/abort_requests":
             await respond.start_stream()
@@ -194,7 +194,7 @@ def test_a_request_is_aborted_by_whichever_is_asked(make_router: MakeRouter, sta
     assert answer["result"]["not_found"] == ["r2"]
 
 
-def test_figures_are_of_all_processes(workers: list[RouterUnderTest]) -> None:
+def test_metrics_are_sums_over_all_processes(workers: list[RouterUnderTest]) -> None:
     first, second = workers
     for _ in range(3):
         first.chat()
@@ -206,13 +206,13 @@ def test_figures_are_of_all_processes(workers: list[RouterUnderTest]) -> None:
         assert text.count("# TYPE router_instances gauge") == 1
 
 
-def test_a_prompt_that_one_placed_is_known_to_the_other(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_the_other_process_knows_the_choice_for_a_prompt(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instances = [stand_in(), stand_in()]
     first, second = make_router(*instances, workers=2).workers
     prompt = {"messages": [{"role": "user", "content": "a long prompt " * 400}]}
-    placed = first.chat(**prompt).headers["x-router-mixed"]
+    chosen = first.chat(**prompt).headers["x-router-mixed"]
     wait_until(lambda: len(second.app.selector.policies[second.app.registry.roles[0]]._index) > 0, "the prompt")  # type: ignore[attr-defined]
-    assert {second.chat(**prompt).headers["x-router-mixed"] for _ in range(4)} == {placed}
+    assert {second.chat(**prompt).headers["x-router-mixed"] for _ in range(4)} == {chosen}
 
 
 def drain_until_restart(worker: RouterUnderTest, instance: StandIn) -> None:
@@ -220,11 +220,11 @@ def drain_until_restart(worker: RouterUnderTest, instance: StandIn) -> None:
     assert worker.client.post("/admin/drain", json=order).json()["state"] == "draining"
 
 
-def states(*workers: RouterUnderTest) -> list[str]:
-    return [registered(worker)[0]["state"] for worker in workers]
+def list_states(*workers: RouterUnderTest) -> list[str]:
+    return [list_registered(worker)[0]["state"] for worker in workers]
 
 
-def test_a_drain_ends_for_both_when_a_new_process_registers_at_one(
+def test_a_drain_ends_at_both_when_a_restarted_instance_registers_at_one(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -233,18 +233,18 @@ def test_a_drain_ends_for_both_when_a_new_process_registers_at_one(
     drain_until_restart(first, instance)
     for worker in (first, second):
         instance.register(worker.url, start_id="a")
-    assert states(first, second) == ["draining"] * 2
+    assert list_states(first, second) == ["draining"] * 2
     instance.register(second.url, start_id="b")
-    assert states(first, second) == ["healthy"] * 2
+    assert list_states(first, second) == ["healthy"] * 2
 
 
-def test_a_drain_that_ended_at_one_is_not_begun_again_by_a_heartbeat_at_the_other(
+def test_a_drain_that_has_ended_is_not_repeated_by_a_heartbeat_at_the_other_process(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
     first, second = make_router(instance, workers=2).workers
     drain_until_restart(first, instance)
-    late = _record_of(second)
+    late = make_record(second)
     known = first.app.registry.get(instance.key)
     assert known is not None
 
@@ -253,27 +253,25 @@ def test_a_drain_that_ended_at_one_is_not_begun_again_by_a_heartbeat_at_the_othe
         known.record_passed_probe(time.monotonic(), 1)
 
     first.thread.run(restart())
-    tell(first, {**late, "version": [1000, "later"]})
-    wait_until(lambda: states(first, second) == ["healthy"] * 2, "both to know")
+    deliver(first, {**late, "version": [1000, "later"]})
+    wait_until(lambda: list_states(first, second) == ["healthy"] * 2, "the end at both")
 
 
-def test_an_order_that_one_missed_reaches_it_with_the_next_renewal(
-    make_router: MakeRouter, stand_in: MakeStandIn
-) -> None:
+def test_a_missed_command_arrives_with_the_next_renewal(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instance = stand_in()
     first, second = make_router(instance, workers=2).workers
     known = first.app.registry.get(instance.key)
     assert known is not None
 
-    async def make_renewal() -> dict[str, Any]:
+    async def drain_and_renew() -> dict[str, Any]:
         known.set_draining(True)
         return first.app.fleet_sync._make_record(known, is_news=False)
 
-    tell(second, first.thread.run(make_renewal()))
-    assert states(second) == ["draining"]
+    deliver(second, first.thread.run(drain_and_renew()))
+    assert list_states(second) == ["draining"]
 
 
-def test_one_that_was_removed_at_one_is_removed_at_both(workers: list[RouterUnderTest]) -> None:
+def test_a_removal_at_one_process_applies_to_both(workers: list[RouterUnderTest]) -> None:
     first, second = workers
     (instance,) = first.app.registry
 
@@ -282,15 +280,15 @@ def test_one_that_was_removed_at_one_is_removed_at_both(workers: list[RouterUnde
         first.app.fleet_sync.announce_removal(instance)
 
     first.thread.run(remove())
-    wait_until(lambda: not registered(second), "the other to know")
+    wait_until(lambda: not list_registered(second), "the other's removal")
 
 
-def key_of(worker: RouterUnderTest) -> str:
-    return str(registered(worker)[0]["url"].removeprefix("http://"))
+def get_key(worker: RouterUnderTest) -> str:
+    return str(list_registered(worker)[0]["url"].removeprefix("http://"))
 
 
 def forget(worker: RouterUnderTest, key: str) -> None:
-    """Let ``worker`` forget an instance that is silent, as another process need not."""
+    """Let only ``worker`` remove an instance, as if it were silent there."""
 
     async def remove() -> None:
         instance = worker.app.registry.get(key)
@@ -301,19 +299,19 @@ def forget(worker: RouterUnderTest, key: str) -> None:
 
 
 @pytest.mark.parametrize("has_heartbeat", [True, False])
-def test_one_that_was_forgotten_comes_back_with_its_next_heartbeat_or_where_it_has_none_with_a_renewal(
+def test_a_forgotten_instance_returns_with_a_heartbeat_or_if_it_has_none_with_a_renewal(
     workers: list[RouterUnderTest], has_heartbeat: bool
 ) -> None:
     first, second = workers
-    renewal = {**renewal_of(first), "has_heartbeat": has_heartbeat}
-    forget(second, key_of(first))
-    tell(second, renewal)
-    assert bool(registered(second)) is not has_heartbeat
-    tell(second, {**renewal, "version": [100, "later"]})
-    assert registered(second)
+    renewal = {**make_renewal(first), "has_heartbeat": has_heartbeat}
+    forget(second, get_key(first))
+    deliver(second, renewal)
+    assert bool(list_registered(second)) is not has_heartbeat
+    deliver(second, {**renewal, "version": [100, "later"]})
+    assert list_registered(second)
 
 
-def test_an_order_from_before_an_instance_was_gone_is_void_for_all_when_it_registers_again(
+def test_a_command_from_before_the_loss_of_an_instance_is_void_when_it_returns(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -322,10 +320,10 @@ def test_an_order_from_before_an_instance_was_gone_is_void_for_all_when_it_regis
     assert second.client.post("/admin/drain", json=order).status_code == 200
     forget(first, instance.key)
     instance.register(first.url)
-    assert states(first, second) == ["healthy"] * 2
+    assert list_states(first, second) == ["healthy"] * 2
 
 
-def test_a_router_that_alone_has_lost_an_instance_does_not_end_its_orders(
+def test_a_router_that_loses_an_instance_without_redis_does_not_end_its_commands(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
@@ -335,89 +333,89 @@ def test_a_router_that_alone_has_lost_an_instance_does_not_end_its_orders(
     forget(first, instance.key)
     first.app.link.trouble = ""
     instance.register(first.url)
-    assert states(first, second) == ["draining"] * 2
+    assert list_states(first, second) == ["draining"] * 2
     assert first.client.post("/admin/drain", json={"instance": instance.key, "undrain": True}).status_code == 200
     instance.register(first.url)
-    assert states(first, second) == ["healthy"] * 2
+    assert list_states(first, second) == ["healthy"] * 2
 
 
 @pytest.mark.parametrize(
     ("teller", "has_heartbeat", "is_added"),
     [("another", False, False), ("another", True, True), ("", False, True)],
 )
-def test_one_in_the_register_file_of_another_router_is_added_if_it_registers(
+def test_an_instance_in_another_routers_register_file_is_added_if_it_registers(
     workers: list[RouterUnderTest], teller: str, has_heartbeat: bool, is_added: bool
 ) -> None:
     first, second = workers
-    record = {**renewal_of(first), "permanent": True, "has_heartbeat": has_heartbeat}
-    forget(second, key_of(first))
-    tell(second, {**record, "version": [100, "later"], "teller": teller or second.app.link.name})
-    assert bool(registered(second)) is is_added
+    record = {**make_renewal(first), "permanent": True, "has_heartbeat": has_heartbeat}
+    forget(second, get_key(first))
+    deliver(second, {**record, "version": [100, "later"], "teller": teller or second.app.link.name})
+    assert bool(list_registered(second)) is is_added
 
 
-def test_an_order_that_holds_elsewhere_holds_here_when_a_forgotten_instance_is_told_of_again(
+def test_a_forgotten_instance_returns_with_the_commands_of_the_other_process(
     workers: list[RouterUnderTest],
 ) -> None:
     first, second = workers
-    key = key_of(first)
+    key = get_key(first)
     assert first.client.post("/admin/drain", json={"instance": key}).status_code == 200
-    record = renewal_of(first)
+    record = make_renewal(first)
     forget(second, key)
-    tell(second, {**record, "version": [100, "later"]})
-    assert states(second) == ["draining"]
+    deliver(second, {**record, "version": [100, "later"]})
+    assert list_states(second) == ["draining"]
 
 
 @pytest.mark.parametrize(("ordered", "state"), [([100, "x"], "draining"), ([0, "x"], "draining"), ([0, ""], "healthy")])
-def test_of_two_orders_the_one_of_the_later_version_counts(
+def test_the_commands_of_the_later_version_apply(
     workers: list[RouterUnderTest], ordered: list[Any], state: str
 ) -> None:
     first, second = workers
-    record = renewal_of(first)
-    tell(second, {**record, "orders": {**record["orders"], "version": ordered, "draining": True}})
-    assert states(second) == [state]
+    record = make_renewal(first)
+    deliver(second, {**record, "orders": {**record["orders"], "version": ordered, "draining": True}})
+    assert list_states(second) == [state]
 
 
-def test_an_instance_that_another_process_finds_healthy_is_not_gone(workers: list[RouterUnderTest]) -> None:
+def test_an_instance_that_is_healthy_at_another_process_is_not_silent(workers: list[RouterUnderTest]) -> None:
     first, second = workers
     (known,) = second.app.registry
     known.last_healthy = known.last_registered = 0.0
-    tell(second, {**renewal_of(first), "healthy": False})
+    deliver(second, {**make_renewal(first), "healthy": False})
     assert known.is_silent(time.monotonic(), expiry=30.0)
-    tell(second, renewal_of(first))
+    deliver(second, make_renewal(first))
     assert not known.is_silent(time.monotonic(), expiry=30.0)
 
 
-def test_what_is_known_of_instances_that_are_long_gone_is_forgotten(workers: list[RouterUnderTest]) -> None:
+def test_the_data_of_an_instance_is_deleted_long_after_its_loss(workers: list[RouterUnderTest]) -> None:
     first, _ = workers
-    sync, key = first.app.fleet_sync, key_of(first)
+    sync, key = first.app.fleet_sync, get_key(first)
 
-    async def grow_old(seconds: float) -> set[str]:
+    async def list_known_after(seconds: float) -> set[str]:
         sync._forget_old(time.monotonic() + seconds)
         return set(sync._known)
 
-    assert first.thread.run(grow_old(2 * STALE_SECONDS)) == {key}
+    assert first.thread.run(list_known_after(2 * STALE_SECONDS)) == {key}
     forget(first, key)
-    assert first.thread.run(grow_old(STALE_SECONDS)) == {key}
-    assert first.thread.run(grow_old(4 * STALE_SECONDS)) == set()
+    assert first.thread.run(list_known_after(STALE_SECONDS)) == {key}
+    assert first.thread.run(list_known_after(4 * STALE_SECONDS)) == set()
 
 
-def test_renewing_forgets_what_is_long_gone(
+def test_old_data_is_deleted_at_a_renewal(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.sharing.fleet_sync.RENEWAL_SECONDS", 0.02)
     sync = make_router(stand_in(), workers=2).app.fleet_sync
-    sync._known["10.0.0.1:80"] = fleet_sync._Known()  # last heard of before all time
-    wait_until(lambda: "10.0.0.1:80" not in sync._known, "it to be forgotten")
+    sync._known["10.0.0.1:80"] = fleet_sync._Known()  # older than all limits
+    wait_until(lambda: "10.0.0.1:80" not in sync._known, "the deletion")
 
 
-def test_a_renewal_is_no_heartbeat_and_a_later_record_of_a_heartbeat_is(workers: list[RouterUnderTest]) -> None:
+def test_only_a_record_with_a_later_version_counts_as_a_heartbeat(workers: list[RouterUnderTest]) -> None:
     first, second = workers
     (known,) = second.app.registry
     before = known.last_registered
-    renewal = {**renewal_of(first), "has_heartbeat": True}
-    tell(second, renewal)
+    renewal = {**make_renewal(first), "has_heartbeat": True}
+    deliver(second, renewal)
     assert (known.last_registered, known.has_heartbeat) == (before, False)
-    tell(second, {**renewal, "version": [100, "later"]})
+    deliver(second, {**renewal, "version": [100, "later"]})
     assert known.last_registered > before
     assert known.has_heartbeat
 
@@ -426,39 +424,39 @@ def test_a_renewal_is_no_heartbeat_and_a_later_record_of_a_heartbeat_is(workers:
     ("version", "has_heartbeat", "is_removed"),
     [([100, "later"], False, True), ([100, "later"], True, False), ([0, ""], False, False)],
 )
-def test_a_removal_counts_if_it_is_replacementr_and_the_instance_has_no_heartbeat(
+def test_a_removal_applies_if_it_is_later_and_the_instance_has_no_heartbeat(
     workers: list[RouterUnderTest], version: list[Any], has_heartbeat: bool, is_removed: bool
 ) -> None:
     first, second = workers
     (known,) = second.app.registry
     known.has_heartbeat = has_heartbeat
-    tell(second, {**renewal_of(first), "version": version, "is_removed": True})
-    assert bool(registered(second)) is not is_removed
-    forgotten = {**renewal_of(first), "version": [200, "later"], "is_removed": True}
-    tell(second, forgotten)  # of one that may not be known: nothing is added
-    assert bool(registered(second)) is has_heartbeat
+    deliver(second, {**make_renewal(first), "version": version, "is_removed": True})
+    assert bool(list_registered(second)) is not is_removed
+    forgotten = {**make_renewal(first), "version": [200, "later"], "is_removed": True}
+    deliver(second, forgotten)  # possibly of an unknown instance: nothing is added
+    assert bool(list_registered(second)) is has_heartbeat
 
 
-def test_models_that_one_was_told_later_are_known_to_the_other(workers: list[RouterUnderTest]) -> None:
+def test_the_models_of_the_latest_query_are_stored(workers: list[RouterUnderTest]) -> None:
     first, second = workers
     (known,) = second.app.registry
-    tell(second, {**renewal_of(first), "models": ["new"], "models_age": -1.0})
+    deliver(second, {**make_renewal(first), "models": ["new"], "models_age": -1.0})
     assert known.models == frozenset({"new"})
-    tell(second, {**renewal_of(first), "models": ["old"], "models_age": 1e6})
+    deliver(second, {**make_renewal(first), "models": ["old"], "models_age": 1e6})
     assert known.models == frozenset({"new"})
 
 
-def test_a_router_that_is_one_process_remembers_nothing_to_tell(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+def test_a_router_with_one_process_stores_no_data_for_others(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     router = make_router(instance := stand_in())
     router.client.post("/admin/drain", json={"instance": instance.key})
     assert router.app.fleet_sync._known == {}
 
 
-def said_is(instance: Instance, change: str) -> bool:
+def has_logged(instance: Instance, change: str) -> bool:
     return instance.logged_changes.get("health") == change
 
 
-def test_the_log_has_each_change_once_though_each_process_sees_it(
+def test_each_change_is_logged_once_although_each_process_detects_it(
     make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Link, "is_of_same_router", lambda link, name: True)
@@ -472,23 +470,23 @@ def test_the_log_has_each_change_once_though_each_process_sees_it(
         instance.health = 200 if is_up else 500
         first.thread.run(first.app.health.check_all())
         change = "is healthy again" if is_up else "is unhealthy"
-        (elsewhere,) = second.app.registry
-        wait_until(partial(said_is, elsewhere, change), "the second to know what the first has logged")
+        (known,) = second.app.registry
+        wait_until(partial(has_logged, known, change), "the change at the second")
         second.thread.run(second.app.health.check_all())
-    told = [
+    changes = [
         *("registered", "serves ", "drains", "takes requests again", "is paused", "has weight 0.5"),
         *("is unhealthy", "is healthy again"),
     ]
-    counts = {change: sum(f"{instance.key} {change}" in line for line in caplog.messages) for change in told}
-    assert counts == dict.fromkeys(told, 1) | {"is unhealthy": 2}
+    counts = {change: sum(f"{instance.key} {change}" in line for line in caplog.messages) for change in changes}
+    assert counts == dict.fromkeys(changes, 1) | {"is unhealthy": 2}
 
 
-def test_many_placed_prompts_are_sent_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_prompts_are_sent_in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> list[int]:
         link, policy = Link(), CacheAware()
         sizes: list[int] = []
         link.is_alone = False
-        monkeypatch.setattr(link, "publish_event", lambda topic, placed: sizes.append(len(placed)))
+        monkeypatch.setattr(link, "publish_event", lambda topic, chains: sizes.append(len(chains)))
         PrefixSync(link, {Role.MIXED: policy})
         for start in range(0, 100 * 64, 64):
             policy._add_chain(range(start, start + 64), "10.0.0.1:1")
@@ -498,8 +496,8 @@ def test_many_placed_prompts_are_sent_in_small_batches(monkeypatch: pytest.Monke
     assert asyncio.run(run()) == [26, 26, 26, 22]
 
 
-async def leave(worker: RouterUnderTest) -> None:
-    """Cut a process's link, as its death does."""
+async def cut_link(worker: RouterUnderTest) -> None:
+    """Disconnect a process's link, as its death does."""
     link = worker.app.link
     assert isinstance(link, Link)
     link.disconnect()
@@ -512,7 +510,7 @@ def restart_from_snapshot(worker: RouterUnderTest, snapshot: Snapshot) -> None:
     worker.thread.run(restore())
 
 
-def test_a_snapshot_does_not_undo_an_order_that_another_router_took_later(
+def test_a_snapshot_does_not_undo_a_later_command_of_another_router(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     first, second = make_router(stand_in(), workers=2, snapshot_path=str(tmp_path / "snapshot")).workers
@@ -523,44 +521,44 @@ def test_a_snapshot_does_not_undo_an_order_that_another_router_took_later(
     snapshot.save()
     assert second.client.post("/admin/drain", json={"instance": instance.key}).status_code == 200
     restart_from_snapshot(first, snapshot)
-    tell(second, renewal_of(first))
-    assert registered(first)[0]["state"] == registered(second)[0]["state"] == "draining"
+    deliver(second, make_renewal(first))
+    assert list_registered(first)[0]["state"] == list_registered(second)[0]["state"] == "draining"
 
 
-def test_a_restored_order_has_the_version_that_it_was_given_with(
+def test_a_restored_command_has_its_original_version(
     make_router: MakeRouter, stand_in: MakeStandIn, tmp_path: Path
 ) -> None:
     instance, path = stand_in(), str(tmp_path / "snapshot")
     before = make_router(instance, workers=2, snapshot_path=path)
-    key = registered(before)[0]["url"].removeprefix("http://")
+    key = list_registered(before)[0]["url"].removeprefix("http://")
     assert before.client.post("/admin/drain", json={"instance": key}).status_code == 200
     snapshot = before.app.snapshot
     assert snapshot is not None
     snapshot.save()
-    given = renewal_of(before)["orders"]
+    original = make_renewal(before)["orders"]
     for worker in before.workers:
         worker.stop()
     after = make_router(workers=2, snapshot_path=path)
-    assert renewal_of(after)["orders"] == given
+    assert make_renewal(after)["orders"] == original
 
 
-def tell(worker: RouterUnderTest, record: dict[str, Any], key: str = "") -> None:
-    """Let ``worker`` hear of a record as from another process."""
+def deliver(worker: RouterUnderTest, record: dict[str, Any], key: str = "") -> None:
+    """Pass a record to ``worker`` as from another process."""
 
-    async def hear() -> None:
+    async def receive() -> None:
         fields = record["fields"]
         worker.app.fleet_sync._on_record(key or f"{fields['host_ip']}:{fields['port']}", record)
 
-    worker.thread.run(hear())
+    worker.thread.run(receive())
 
 
-def _record_of(worker: RouterUnderTest) -> dict[str, Any]:
-    """The record by which ``worker`` tells of its only instance."""
+def make_record(worker: RouterUnderTest) -> dict[str, Any]:
+    """Return the record of a new registration of ``worker``'s only instance."""
     (instance,) = worker.app.registry
     return worker.app.fleet_sync._make_record(instance, is_news=True)
 
 
-def renewal_of(worker: RouterUnderTest) -> dict[str, Any]:
-    """The record by which ``worker`` tells again what it has told of its only instance."""
+def make_renewal(worker: RouterUnderTest) -> dict[str, Any]:
+    """Return the record of a renewal of ``worker``'s only instance."""
     (instance,) = worker.app.registry
     return worker.app.fleet_sync._make_record(instance, is_news=False)

@@ -1,4 +1,4 @@
-"""Whatever fails, and wherever it is cancelled: nothing that was counted, asked or opened is left."""
+"""After failures and cancellations at any point, no counts, queries or descriptors remain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.sharing.channels import MessageChannel, receive_connections, send_co
 from router.sharing.supervisor import Supervisor
 from tests.router.sharing.links import LinkedHub, join_all, run_linked, until
 
-# More than any of the ways below has sends, or awaits.
+# More than the sends and awaits of each operation below.
 MANY = 12
 
 
@@ -42,21 +42,21 @@ class Parts:
         links[1].answer_topic("sum", lambda content: 3)
         return cls(hub, links, admission)
 
-    def counted(self) -> dict[str, int]:
-        gate = self.hub.hub.admission
-        assert gate is not None
+    def count_all(self) -> dict[str, int]:
+        server = self.hub.hub.admission
+        assert server is not None
         return {
             "asked": sum(len(link._asked) for link in self.links),
             "entering": sum(len(link._entering) for link in self.links),
             "answering": sum(len(link._answering) for link in self.links),
-            "questions": len(self.hub.hub._queries),
-            "entering the gate": len(gate._entering),
+            "queries": len(self.hub.hub._queries),
+            "entering at the server": len(server._entering),
             "running": self.admission.running + sum(each.running for each in self.limits),
             "waiting": self.admission.waiting + sum(each.waiting for each in self.limits),
         }
 
 
-async def ask(parts: Parts) -> None:
+async def send_query(parts: Parts) -> None:
     await parts.links[0].ask_peers("sum", 1)
 
 
@@ -65,7 +65,7 @@ async def enter_and_leave(parts: Parts) -> None:
     parts.limits[0].leave("client", 5)
 
 
-async def wait_in_line(parts: Parts) -> None:
+async def wait_in_queue(parts: Parts) -> None:
     await parts.limits[1].enter("client", 0, 5)
     try:
         await asyncio.wait_for(parts.limits[0].enter("client", 0, 5), 0.02)
@@ -76,40 +76,40 @@ async def wait_in_line(parts: Parts) -> None:
     parts.limits[0].leave("client", 5)
 
 
-WAYS: dict[str, Callable[[Parts], Awaitable[None]]] = {
-    "a question": ask,
-    "a request that is let in": enter_and_leave,
-    "a request that leaves the line": wait_in_line,
+OPERATIONS: dict[str, Callable[[Parts], Awaitable[None]]] = {
+    "a query": send_query,
+    "a request that is admitted": enter_and_leave,
+    "a request that leaves the queue": wait_in_queue,
 }
 
 
 @pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr("router.sharing.hub.ANSWER_SECONDS", 0.05)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("turns", range(MANY))
-def test_cancelled_after_any_turn_of_the_loop_nothing_is_left(
-    way: Callable[[Parts], Awaitable[None]], turns: int
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+@pytest.mark.parametrize("iterations", range(MANY))
+def test_after_a_cancellation_at_any_iteration_of_the_loop_nothing_remains(
+    operation: Callable[[Parts], Awaitable[None]], iterations: int
 ) -> None:
     async def run(hub: LinkedHub) -> None:
         parts = await Parts.start(hub)
-        work = asyncio.ensure_future(way(parts))
-        for _ in range(turns):
+        work = asyncio.ensure_future(operation(parts))
+        for _ in range(iterations):
             await asyncio.sleep(0)
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
-        await until(lambda: not any(parts.counted().values()))
+        await until(lambda: not any(parts.count_all().values()))
 
     run_linked(run)
 
 
 @pytest.mark.parametrize("failure", [ValueError("nested too deeply"), TypeError("no plain value")])
 @pytest.mark.parametrize("kind", ["ask", "enter"])
-def test_a_message_that_cannot_be_sent_leaves_nothing(
+def test_after_a_message_that_cannot_be_sent_nothing_remains(
     monkeypatch: pytest.MonkeyPatch, kind: str, failure: Exception
 ) -> None:
     send_message = MessageChannel.send_message
@@ -122,38 +122,38 @@ def test_a_message_that_cannot_be_sent_leaves_nothing(
     async def run(hub: LinkedHub) -> None:
         parts = await Parts.start(hub)
         monkeypatch.setattr(MessageChannel, "send_message", fail)
-        way = ask if kind == "ask" else enter_and_leave
+        operation = send_query if kind == "ask" else enter_and_leave
         with pytest.raises(type(failure)):
-            await way(parts)
+            await operation(parts)
         monkeypatch.undo()
-        await until(lambda: not any(parts.counted().values()))
+        await until(lambda: not any(parts.count_all().values()))
 
     run_linked(run)
 
 
-def test_content_that_no_message_can_have_is_refused_and_leaves_nothing() -> None:
+def test_content_that_cannot_be_encoded_is_refused_and_nothing_remains() -> None:
     async def run(hub: LinkedHub) -> None:
         parts = await Parts.start(hub)
         for content in (object(), 1 << 70, -(1 << 70)):
             with pytest.raises((ValueError, TypeError)):
                 await parts.links[0].ask_peers("sum", content)
-        assert not any(parts.counted().values())
+        assert not any(parts.count_all().values())
         assert await parts.links[0].ask_peers("sum", "\ud800") == [3]
 
     run_linked(run)
 
 
-def test_a_supervisor_that_hangs_leaves_a_worker_no_questions() -> None:
+def test_a_worker_drops_its_queries_if_the_supervisor_hangs() -> None:
     async def run(hub: LinkedHub) -> None:
         parts = await Parts.start(hub)
         parts.hub.hub.on_message = lambda *_: None  # type: ignore[method-assign]
         assert await parts.links[0].ask_peers("sum", 1) == []
-        assert not any(parts.counted().values())
+        assert not any(parts.count_all().values())
 
     run_linked(run)
 
 
-def test_a_worker_that_dies_leaves_nothing_at_the_gate() -> None:
+def test_nothing_of_a_dead_worker_remains_at_the_admission_server() -> None:
     async def run(hub: LinkedHub) -> None:
         parts = await Parts.start(hub)
         await parts.limits[0].enter("client", 0, 5)
@@ -166,13 +166,13 @@ def test_a_worker_that_dies_leaves_nothing_at_the_gate() -> None:
     run_linked(run)
 
 
-def open_descriptors() -> int:
+def count_descriptors() -> int:
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_connections_that_are_handed_over_are_open_once_and_counted_though_there_is_no_room_for_them() -> None:
-    before = open_descriptors()
+def test_passed_connections_are_counted_and_not_leaked_if_descriptors_are_missing() -> None:
+    before = count_descriptors()
     with contextlib.ExitStack() as opened:
         ours, theirs = map(opened.enter_context, socket.socketpair(type=socket.SOCK_DGRAM))
         theirs.setblocking(False)
@@ -191,10 +191,10 @@ def test_connections_that_are_handed_over_are_open_once_and_counted_though_there
         for each in received:
             each.close()
         assert receive_connections(theirs) == (0, [])
-    assert open_descriptors() == before
+    assert count_descriptors() == before
 
 
-def test_a_worker_that_cannot_be_started_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_of_a_worker_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         settings = RouterSettings(workers=1)

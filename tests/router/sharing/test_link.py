@@ -1,4 +1,4 @@
-"""Links and their hub: what a worker says reaches the others, once and in order."""
+"""Links and their hub: a worker's messages reach the others, once and in order."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from router.sharing.records import STALE_SECONDS
 from tests.router.sharing.links import LinkedHub, join_all, make_record, run_linked, until
 
 
-def test_a_publication_reaches_all_others_in_order_and_not_its_sender() -> None:
+def test_an_event_reaches_all_others_in_order_and_not_its_sender() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
-        heard: dict[str, list[Any]] = {"first": [], "second": [], "third": []}
-        first.subscribe_to_topic("news", lambda *news: heard["first"].append(news))
-        second.subscribe_to_topic("news", lambda *news: heard["second"].append(news))
-        third.subscribe_to_topic("news", lambda *news: heard["third"].append(news))
+        received: dict[str, list[Any]] = {"first": [], "second": [], "third": []}
+        first.subscribe_to_topic("news", lambda *news: received["first"].append(news))
+        second.subscribe_to_topic("news", lambda *news: received["second"].append(news))
+        third.subscribe_to_topic("news", lambda *news: received["third"].append(news))
         for number in range(100):
             first.publish_event("news", {"number": number, "bytes": b"\xff"})
-        await until(lambda: len(heard["second"]) == len(heard["third"]) == 100)
-        assert heard["second"] == [("0", {"number": number, "bytes": b"\xff"}) for number in range(100)]
-        assert heard["first"] == []
+        await until(lambda: len(received["second"]) == len(received["third"]) == 100)
+        assert received["second"] == [("0", {"number": number, "bytes": b"\xff"}) for number in range(100)]
+        assert received["first"] == []
 
     run_linked(run)
 
 
-def test_records_reach_those_that_are_there_and_those_that_come_later() -> None:
+def test_records_reach_the_present_and_the_later_workers() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second = await join_all(hub, 2)
         known: dict[str, dict[str, Any]] = {"early": {}, "late": {}}
@@ -43,42 +43,42 @@ def test_records_reach_those_that_are_there_and_those_that_come_later() -> None:
         first.keep_record("a", make_record(2, late=True))
         await until(lambda: known["early"] == {"a": make_record(3), "b": make_record(2)})
         late = await hub.join("2")
-        await asyncio.sleep(0)  # records may come before anybody in that process has asked for them
+        await asyncio.sleep(0)  # records may arrive before that process has subscribed to them
         late.subscribe_to_records(known["late"].__setitem__)
         await until(lambda: known["late"] == {"a": make_record(3), "b": make_record(2)})
 
     run_linked(run)
 
 
-def test_a_worker_that_knows_less_than_the_others_is_told_by_its_next_renewal() -> None:
+def test_a_worker_that_sends_an_outdated_record_receives_the_latest_one() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second = await join_all(hub, 2)
         known: dict[str, Any] = {}
         second.subscribe_to_records(known.__setitem__)
         first.keep_record("a", make_record(3, ordered=5))
         await until(lambda: "a" in known)
-        for behind in (make_record(3, ordered=4), make_record(2, ordered=5), make_record(2, ordered=4)):
+        for outdated in (make_record(3, ordered=4), make_record(2, ordered=5), make_record(2, ordered=4)):
             known.clear()
-            second.keep_record("a", behind)
+            second.keep_record("a", outdated)
             await until(lambda: known == {"a": make_record(3, ordered=5)})
 
     run_linked(run)
 
 
-def test_a_worker_is_told_its_own_record_again_only_where_its_orders_are_outdated() -> None:
+def test_a_worker_receives_its_own_record_only_if_its_commands_are_outdated() -> None:
     async def run(hub: LinkedHub) -> None:
         (first,) = await join_all(hub, 1)
-        heard: list[Any] = []
-        first.subscribe_to_records(lambda key, record: heard.append(record))
+        received: list[Any] = []
+        first.subscribe_to_records(lambda key, record: received.append(record))
         first.keep_record("a", make_record(3, ordered=5))
         first.keep_record("a", make_record(4, ordered=4))
-        await until(lambda: bool(heard))
-        assert heard == [make_record(4, ordered=5)]
+        await until(lambda: bool(received))
+        assert received == [make_record(4, ordered=5)]
 
     run_linked(run)
 
 
-def test_a_record_that_nobody_renews_is_dropped() -> None:
+def test_a_record_without_renewals_is_dropped() -> None:
     now = 0.0
     hub = Hub(clock=lambda: now)
     hub.on_message("", ["keep", "a", make_record(1)])
@@ -91,14 +91,14 @@ def test_a_record_that_nobody_renews_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("record", [None, 7, {}, {"version": 3, "orders": {}}, {"written_at": 4e9, "draining": True}])
-def test_a_record_of_another_form_is_left_aside(record: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_record_is_ignored(record: Any, caplog: pytest.LogCaptureFixture) -> None:
     hub = Hub()
     hub.on_message("", ["keep", "a", record])
     assert hub.list_records() == {}
     assert "an invalid record of instance a is ignored" in caplog.text
 
 
-def test_one_that_comes_later_knows_how_it_stands_with_the_other_routers() -> None:
+def test_a_later_worker_knows_whether_other_routers_are_reachable() -> None:
     async def run(hub: LinkedHub) -> None:
         early = await hub.join("0")
         hub.hub.on_message("", ["state", "Redis is gone"])
@@ -111,23 +111,23 @@ def test_one_that_comes_later_knows_how_it_stands_with_the_other_routers() -> No
     run_linked(run)
 
 
-def test_a_question_is_answered_by_each_other_process() -> None:
+def test_a_query_is_answered_by_each_other_process() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
 
-        async def think(content: int) -> int:
+        async def add_slowly(content: int) -> int:
             await asyncio.sleep(0.01)
             return content + 3
 
         first.answer_topic("sum", lambda content: 1 / 0)
         second.answer_topic("sum", lambda content: content + 2)
-        third.answer_topic("sum", think)
+        third.answer_topic("sum", add_slowly)
         assert sorted(await first.ask_peers("sum", 10)) == [12, 13]
 
     run_linked(run)
 
 
-def test_questions_of_one_that_is_alone_have_no_answers() -> None:
+def test_a_query_without_peers_has_no_answers() -> None:
     async def run(hub: LinkedHub) -> None:
         (only,) = await join_all(hub, 1)
         assert await only.ask_peers("sum") == []
@@ -136,19 +136,19 @@ def test_questions_of_one_that_is_alone_have_no_answers() -> None:
     run_linked(run)
 
 
-def test_an_answer_under_way_is_held_by_its_link_and_not_lost_to_the_garbage_collector() -> None:
+def test_a_link_refers_to_its_running_answers_so_that_they_are_not_garbage() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second = await join_all(hub, 2)
-        asked, may_answer = asyncio.Event(), asyncio.Event()
+        is_asked, may_answer = asyncio.Event(), asyncio.Event()
 
         async def answer(content: Any) -> Any:
-            asked.set()
+            is_asked.set()
             await may_answer.wait()
             return content
 
         second.answer_topic("question", answer)
         answers = asyncio.ensure_future(first.ask_peers("question", 7))
-        await asked.wait()
+        await is_asked.wait()
         assert len(second._answering) == 1
         may_answer.set()
         assert await answers == [7]
@@ -157,7 +157,7 @@ def test_an_answer_under_way_is_held_by_its_link_and_not_lost_to_the_garbage_col
     run_linked(run)
 
 
-def test_one_that_fails_to_answer_is_left_out_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_fails_to_answer_is_omitted_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
         second.answer_topic("sum", lambda content: 1 / 0)
@@ -168,7 +168,7 @@ def test_one_that_fails_to_answer_is_left_out_at_once(caplog: pytest.LogCaptureF
     assert "the query 'sum' of another process could not be answered" in caplog.text
 
 
-def test_one_that_hangs_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_hangs_is_omitted_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.sharing.hub.ANSWER_SECONDS", 0.1)
 
     async def run(hub: LinkedHub) -> None:
@@ -180,16 +180,16 @@ def test_one_that_hangs_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatc
     run_linked(run)
 
 
-def test_one_that_dies_holds_no_question_up_and_the_others_learn_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_peer_does_not_delay_a_query_and_its_death_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.sharing.hub.ANSWER_SECONDS", 1000.0)
     monkeypatch.setattr(link_module, "ANSWER_SECONDS", 1000.0)
 
     async def run(hub: LinkedHub) -> None:
         first, second, third = await join_all(hub, 3)
-        asked = asyncio.Event()
+        is_asked = asyncio.Event()
 
         async def die(_: Any) -> None:
-            asked.set()
+            is_asked.set()
             await asyncio.Event().wait()
 
         second.answer_topic("sum", die)
@@ -197,7 +197,7 @@ def test_one_that_dies_holds_no_question_up_and_the_others_learn_of_it(monkeypat
         gone: list[str] = []
         third.subscribe_to_departures(gone.append)
         answers = asyncio.ensure_future(first.ask_peers("sum"))
-        await asked.wait()
+        await is_asked.wait()
         second.disconnect()
         assert await answers == [3]
         await until(lambda: gone == ["1"])
@@ -205,29 +205,29 @@ def test_one_that_dies_holds_no_question_up_and_the_others_learn_of_it(monkeypat
     run_linked(run)
 
 
-def test_a_message_that_is_none_is_logged_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_message_is_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async def run(hub: LinkedHub) -> None:
         first, second = await join_all(hub, 2)
-        heard: list[Any] = []
-        second.subscribe_to_topic("news", lambda _, content: heard.append(content))
+        received: list[Any] = []
+        second.subscribe_to_topic("news", lambda _, content: received.append(content))
         first.publish_event("news", 1)
         first.send_message("nonsense", 7)
         first.publish_event("news", 2)
-        await until(lambda: heard == [1, 2])
+        await until(lambda: received == [1, 2])
 
     run_linked(run)
     assert "an invalid message" in caplog.text
 
 
-@pytest.mark.parametrize("said_before", [True, False])
-def test_a_stop_is_heard_whenever_it_was_said(said_before: bool) -> None:
+@pytest.mark.parametrize("is_sent_first", [True, False])
+def test_a_stop_is_received_before_and_after_the_subscription(is_sent_first: bool) -> None:
     async def run(hub: LinkedHub) -> None:
         (link,) = await join_all(hub, 1)
         graces: list[float] = []
-        if not said_before:
+        if not is_sent_first:
             link.subscribe_to_stop(graces.append)
         hub.hub.send_to_workers("stop", 25.0)
-        if said_before:
+        if is_sent_first:
             await until(lambda: link._grace is not None)
             link.subscribe_to_stop(graces.append)
         await until(lambda: graces == [25.0])
@@ -235,7 +235,7 @@ def test_a_stop_is_heard_whenever_it_was_said(said_before: bool) -> None:
     run_linked(run)
 
 
-def test_a_worker_whose_supervisor_is_gone_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_stops_at_once_if_its_supervisor_has_died(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
         ours.sendall(pack(["state", ""]))
@@ -251,17 +251,17 @@ def test_a_worker_whose_supervisor_is_gone_stops_at_once(caplog: pytest.LogCaptu
     assert "the supervisor of worker 0 has died" in caplog.text
 
 
-def test_a_router_of_one_process_is_alone_and_the_first_and_has_replaced_none() -> None:
+def test_the_only_process_of_a_router_is_alone_and_first_and_replaces_none() -> None:
     link = Link()
     assert (link.is_alone, link.is_first, link.is_replacement, link.num_replaced) == (True, True, False, 0)
 
 
 def test_a_worker_sends_its_supervisor_events_records_and_ends_of_requests() -> None:
-    heard: list[list[Any]] = []
+    received: list[list[Any]] = []
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        channel = await open_channel(ours, heard.append, lambda: None)
+        channel = await open_channel(ours, received.append, lambda: None)
         channel.send_message("state", "")
         link = Link("0")
         await link.connect(theirs)
@@ -269,12 +269,12 @@ def test_a_worker_sends_its_supervisor_events_records_and_ends_of_requests() -> 
         link.publish_event("news", 7)
         link.keep_record("a", make_record(1))
         link.report_end("client", 5)
-        await until(lambda: len(heard) == 4)
+        await until(lambda: len(received) == 4)
         link.disconnect()
         channel.close()
 
     asyncio.run(run())
-    assert heard == [
+    assert received == [
         ["log", 20, "router", "text"],
         ["publish", "0", "news", 7],
         ["keep", "a", make_record(1)],

@@ -1,4 +1,4 @@
-"""Of two records the later parts count, in whatever order they are heard, and whatever clocks say."""
+"""The merge of two records takes the later parts, in any order of arrival and with any clocks."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from tests.router.sharing.links import make_record
 WRITERS = st.sampled_from("abc")
 
 
-def members(record: dict[str, Any]) -> tuple[Any, ...]:
+def read_parts(record: dict[str, Any]) -> tuple[Any, ...]:
     return record["fields"], record["orders"]["draining"]
 
 
-def told(count: int, writer: str, ordered: int, orderer: str) -> dict[str, Any]:
-    """What is told is the same wherever the version is."""
+def build(count: int, writer: str, ordered: int, orderer: str) -> dict[str, Any]:
+    """Return a record with contents that depend only on its versions."""
     orders = {"version": [ordered, orderer], "draining": f"{ordered}{orderer}"}
     return {"version": [count, writer], "fields": f"{count}{writer}", "orders": orders}
 
 
-RECORDS = st.lists(st.builds(told, st.integers(0, 4), WRITERS, st.integers(0, 4), WRITERS), min_size=1, max_size=5)
+RECORDS = st.lists(st.builds(build, st.integers(0, 4), WRITERS, st.integers(0, 4), WRITERS), min_size=1, max_size=5)
 
 
 @given(RECORDS)
-def test_who_hears_the_same_records_knows_the_same_in_whatever_order_and_however_often(
+def test_the_order_and_the_repetition_of_records_do_not_change_the_result(
     records: list[dict[str, Any]],
 ) -> None:
     merged = [functools.reduce(merge_records, order, None) for order in itertools.permutations([*records, records[0]])]
     assert all(each == merged[0] for each in merged)
 
 
-def test_registration_and_orders_are_replaced_apart() -> None:
-    registered, ordered = told(2, "a", 0, ""), told(1, "b", 7, "b")
-    assert members(merge_records(registered, ordered)) == ("2a", "7b")
-    assert members(merge_records(ordered, registered)) == ("2a", "7b")
+def test_registration_and_commands_are_replaced_separately() -> None:
+    registered, ordered = build(2, "a", 0, ""), build(1, "b", 7, "b")
+    assert read_parts(merge_records(registered, ordered)) == ("2a", "7b")
+    assert read_parts(merge_records(ordered, registered)) == ("2a", "7b")
 
 
-def test_a_renewal_of_the_same_version_says_how_the_instance_is_now() -> None:
+def test_a_renewal_of_the_same_version_updates_the_health() -> None:
     renewed = {**make_record(1), "healthy": False}
     assert merge_records({**make_record(1), "healthy": True}, renewed) == renewed
 
 
-def test_a_version_is_later_than_all_that_its_writer_knew_of() -> None:
+def test_a_new_version_is_later_than_all_that_its_writer_knows() -> None:
     first, second = Versions("a"), Versions("b")
-    given = [first.make_next() for _ in range(3)]
-    assert given == sorted(given) == [(1, "a"), (2, "a"), (3, "a")]
+    versions = [first.make_next() for _ in range(3)]
+    assert versions == sorted(versions) == [(1, "a"), (2, "a"), (3, "a")]
     assert first.make_next() > second.make_next() > NEVER
     second.note((9, "a"), (4, "c"))
     assert second.make_next() == (10, "b")
@@ -59,7 +59,7 @@ def test_a_version_is_later_than_all_that_its_writer_knew_of() -> None:
     assert second.make_next() == (11, "b")
 
 
-def test_of_two_writers_that_did_not_know_of_each_other_the_names_decide() -> None:
+def test_the_names_decide_between_writers_that_do_not_know_each_other() -> None:
     assert Versions("a").make_next() < Versions("b").make_next()
 
 
@@ -71,6 +71,6 @@ def test_of_two_writers_that_did_not_know_of_each_other_the_names_decide() -> No
         {"written_at": 1e9, "is_news": True, "draining": True},
     ],
 )
-def test_what_is_no_record_of_this_form_is_refused_with_a_sentence(record: Any) -> None:
+def test_an_invalid_record_is_refused(record: Any) -> None:
     with pytest.raises(ValueError, match=r"not a record of an instance|not a version|unpack"):
         read_versions(record)

@@ -1,4 +1,4 @@
-"""Several routers over a real Redis, which is also killed, stopped and started again."""
+"""Several routers share their state over a real Redis, which also dies, hangs and restarts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tests.support.redis import RedisServer, needs_redis
 pytestmark = needs_redis
 
 
-class LinkedClosing(LinkedHub):
+class ClosingHub(LinkedHub):
     """A hub that is closed at the end of a block."""
 
-    async def __aenter__(self) -> LinkedClosing:
+    async def __aenter__(self) -> ClosingHub:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -41,14 +41,14 @@ class LinkedClosing(LinkedHub):
 
 
 class Router:
-    """A hub with one worker, connected to others."""
+    """A hub with one worker, connected to other routers."""
 
     def __init__(self, link: Link, hub: Hub, shared: SharedState, connecting: asyncio.Future[None]) -> None:
         self.link, self.hub, self.shared, self.connecting = link, hub, shared, connecting
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.records: dict[str, Any] = {}
         self.gone: list[str] = []
-        link.subscribe_to_topic("news", lambda sender, content: self.heard.append((sender, content)))
+        link.subscribe_to_topic("news", lambda sender, content: self.received.append((sender, content)))
         link.subscribe_to_records(self.records.__setitem__)
         link.subscribe_to_departures(self.gone.append)
 
@@ -71,7 +71,7 @@ async def router(name: str, url: str) -> AsyncIterator[Router]:
 
 
 def run_two(redis: RedisServer, work: Callable[[Router, Router], Any]) -> None:
-    """Run ``work`` with two routers that know of each other."""
+    """Run ``work`` with two routers that know each other."""
 
     async def run() -> None:
         async with router("a", redis.url) as first, router("b", redis.url) as second:
@@ -81,17 +81,17 @@ def run_two(redis: RedisServer, work: Callable[[Router, Router], Any]) -> None:
     asyncio.run(run())
 
 
-def test_what_one_router_publishes_the_other_hears_in_order(redis: RedisServer) -> None:
+def test_events_of_one_router_reach_the_other_in_order(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
         for number in range(200):
             first.link.publish_event("news", number)
-        await until(lambda: second.heard == [("a-0", number) for number in range(200)])
-        assert first.heard == []
+        await until(lambda: second.received == [("a-0", number) for number in range(200)])
+        assert first.received == []
 
     run_two(redis, work)
 
 
-def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
+def test_a_router_that_starts_later_gets_the_records(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
         first.link.keep_record("one", make_record(1))
         second.link.keep_record("two", make_record(2))
@@ -102,7 +102,7 @@ def test_a_router_that_starts_later_has_the_records(redis: RedisServer) -> None:
     run_two(redis, work)
 
 
-def test_fleets_of_two_databases_of_one_redis_never_hear_of_each_other(redis: RedisServer) -> None:
+def test_fleets_in_two_databases_of_one_redis_are_separate(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
         async with router("other", redis.url.removesuffix("/0") + "/1") as other:
             await until(lambda: not other.link.trouble)
@@ -110,19 +110,19 @@ def test_fleets_of_two_databases_of_one_redis_never_hear_of_each_other(redis: Re
             other.link.publish_event("news", "theirs")
             first.link.keep_record("ours", make_record(1))
             first.link.publish_event("news", "ours")
-            await until(lambda: bool(second.heard) and "ours" in second.records)
+            await until(lambda: bool(second.received) and "ours" in second.records)
             async with router("later", redis.url.removesuffix("/0") + "/1") as later:
                 await until(lambda: "theirs" in later.records and "later" in other.shared.list_routers())
                 assert set(other.records) | set(later.records) == {"theirs"}
-                assert ("a-0", "ours") not in other.heard + later.heard
+                assert ("a-0", "ours") not in other.received + later.received
             assert set(second.records) == {"ours"}
-            assert second.heard == [("a-0", "ours")]
+            assert second.received == [("a-0", "ours")]
             assert set(first.shared.list_routers()) == {"b"}
 
     run_two(redis, work)
 
 
-def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_starting(
+def test_a_router_starts_although_redis_has_invalid_records(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -149,17 +149,17 @@ def test_what_stands_in_redis_and_is_no_record_does_not_keep_a_router_from_start
     assert "an invalid record of instance old is ignored" in caplog.text
 
 
-def test_what_is_no_message_of_a_router_changes_nothing(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_messages_change_nothing(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     async def work(first: Router, second: Router) -> None:
         settings = RouterSettings(max_concurrent_requests=1)
         admission = Admission(settings, {})
         second.hub.admission = AdmissionServer(admission, second.hub.send_limits)
         client: Any = first.shared._redis
-        of_no_router = ["x", 1, [["enter", 1, "client", 0, 1], ["state", "none"], ["leave"]]]
-        for batch in (of_no_router, [["x"], 1, []], ["x", "1", []], ["x", 2, 5], ["x", []], 5):
+        invalid = ["x", 1, [["enter", 1, "client", 0, 1], ["state", "none"], ["leave"]]]
+        for batch in (invalid, [["x"], 1, []], ["x", "1", []], ["x", 2, 5], ["x", []], 5):
             await client.publish(first.shared._channel, pack(batch))
         first.link.publish_event("news", 1)
-        await until(lambda: second.heard == [("a-0", 1)])
+        await until(lambda: second.received == [("a-0", 1)])
         assert "a" in second.shared.list_routers()
         assert second.link.trouble == ""
         assert admission.running == 0
@@ -168,17 +168,17 @@ def test_what_is_no_message_of_a_router_changes_nothing(redis: RedisServer, capl
     run_two(redis, work)
 
 
-def test_redis_drops_a_record_that_nobody_renews_and_a_router_then_drops_its_key(redis: RedisServer) -> None:
+def test_a_record_without_renewals_expires_in_redis_and_a_router_then_removes_its_key(redis: RedisServer) -> None:
     async def run() -> None:
         async with router("a", redis.url) as first:
             first.link.keep_record("one", make_record(1))
             client: Any = first.shared._redis
-            members, left = first.shared._instances, first.shared._record + "one"
-            while not await client.exists(left):
+            members, record = first.shared._instances, first.shared._record + "one"
+            while not await client.exists(record):
                 await asyncio.sleep(0.01)
-            assert STALE_SECONDS - 60 < await client.ttl(left) <= STALE_SECONDS
-            await client.delete(left)
-            async with LinkedClosing() as linked:
+            assert STALE_SECONDS - 60 < await client.ttl(record) <= STALE_SECONDS
+            await client.delete(record)
+            async with ClosingHub() as linked:
                 late = make_shared(redis.url, linked.hub)
                 await late._exchange_records()
                 await late._redis.aclose()
@@ -187,20 +187,20 @@ def test_redis_drops_a_record_that_nobody_renews_and_a_router_then_drops_its_key
     asyncio.run(run())
 
 
-def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(
+def test_a_new_router_receives_the_running_requests_of_others_at_once(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: dict[str, dict[str, int]] = {}
 
-    def note(there: str, running_there: dict[str, int], charged_there: dict[str, int]) -> None:
-        running[there] = running_there
+    def note(router: str, running_there: dict[str, int], charged_there: dict[str, int]) -> None:
+        running[router] = running_there
 
     async def work(first: Router, second: Router) -> None:
-        gate = AdmissionServer(Admission(RouterSettings(max_concurrent_requests=5)), first.hub.send_limits)
-        first.hub.admission = gate
-        let_in = asyncio.Event()
-        gate.admit_request("a-0", 1, "client", 0, 10, lambda *_: let_in.set())
-        await let_in.wait()
+        server = AdmissionServer(Admission(RouterSettings(max_concurrent_requests=5)), first.hub.send_limits)
+        first.hub.admission = server
+        is_admitted = asyncio.Event()
+        server.admit_request("a-0", 1, "client", 0, 10, lambda *_: is_admitted.set())
+        await is_admitted.wait()
         async with router("c", redis.url) as third:
             third.hub.admission = AdmissionServer(Admission(RouterSettings()), lambda *_: None)
             monkeypatch.setattr(third.hub.admission, "note_elsewhere", note)
@@ -209,17 +209,17 @@ def test_a_router_is_told_at_once_how_much_of_the_limits_others_use(
     run_two(redis, work)
 
 
-def test_a_router_that_was_silent_is_asked_again_how_much_of_the_limits_it_uses(
+def test_a_router_that_was_silent_is_queried_again_for_its_running_requests(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[dict[str, int]] = []
 
     async def work(first: Router, second: Router) -> None:
         second.hub.admission = AdmissionServer(Admission(RouterSettings()), lambda *_: None)
-        monkeypatch.setattr(second.hub.admission, "note_elsewhere", lambda _, there, __: running.append(there))
-        gate = AdmissionServer(Admission(RouterSettings(max_concurrent_requests=5)), first.hub.send_limits)
-        first.hub.admission = gate
-        gate.admit_request("a-0", 1, "client", 0, 10, lambda *_: None)
+        monkeypatch.setattr(second.hub.admission, "note_elsewhere", lambda _, counts, __: running.append(counts))
+        server = AdmissionServer(Admission(RouterSettings(max_concurrent_requests=5)), first.hub.send_limits)
+        first.hub.admission = server
+        server.admit_request("a-0", 1, "client", 0, 10, lambda *_: None)
         await until(lambda: running == [{"client": 1}])
         second.shared._forget_router("a")  # as after GONE_SECONDS without a message
         await until(lambda: running == [{"client": 1}, {}, {"client": 1}])
@@ -227,21 +227,21 @@ def test_a_router_that_was_silent_is_asked_again_how_much_of_the_limits_it_uses(
     run_two(redis, work)
 
 
-def test_a_query_of_a_router_that_was_silent_is_too_late(redis: RedisServer) -> None:
+def test_a_late_query_of_a_router_that_was_silent_is_ignored(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
-        asked: list[Any] = []
-        second.link.answer_topic("abort", asked.append)
+        queries: list[Any] = []
+        second.link.answer_topic("abort", queries.append)
         for _ in range(2):
-            await first.link.ask_peers("abort", len(asked), everywhere=True)
+            await first.link.ask_peers("abort", len(queries), everywhere=True)
             second.shared._forget_router("a")  # as after GONE_SECONDS without a message
             first.shared.send_message("ask", "a-0", 100, "abort", "late")  # as from a network that was interrupted
             await until(lambda: second.shared.list_routers() == ["a"])
-        assert asked == [0, 1]
+        assert queries == [0, 1]
 
     run_two(redis, work)
 
 
-class Placing:
+class Prefixes:
     """The prefixes that a router's only worker knows."""
 
     def __init__(self, router: Router, *chains: range) -> None:
@@ -251,83 +251,83 @@ class Placing:
         for chain in chains:
             self.policy.note_chain(chain, "10.0.0.1:1")
 
-    async def ask_peers(self) -> int:
-        """Do as a router does that has just started; how many chunks it then knows."""
+    async def fetch(self) -> int:
+        """Fetch the prefixes of other routers as at a start, and return the number of known chunks."""
         await self.router.shared.wait_for_records()
         await self.router.hub.share_prefixes(await self.router.shared.fetch_prefixes())
         return self.policy.num_chunks
 
 
-def test_a_router_that_starts_later_has_the_prefixes_of_another(redis: RedisServer) -> None:
+def test_a_router_that_starts_later_gets_the_prefixes_of_another(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
-        knowing, empty = Placing(first, range(1, 400)), Placing(second)
+        knowing, empty = Prefixes(first, range(1, 400)), Prefixes(second)
         async with router("c", redis.url) as third:
-            newcomer = Placing(third)
-            assert await newcomer.ask_peers() == 399
+            newcomer = Prefixes(third)
+            assert await newcomer.fetch() == 399
         assert (knowing.policy.num_chunks, empty.policy.num_chunks) == (399, 0)
 
     run_two(redis, work)
 
 
-def test_a_router_that_knows_more_itself_keeps_that(redis: RedisServer) -> None:
+def test_a_router_with_more_prefixes_keeps_its_own(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
-        Placing(first, range(1, 100))
-        assert await Placing(second, range(1000, 1200)).ask_peers() == 200
+        Prefixes(first, range(1, 100))
+        assert await Prefixes(second, range(1000, 1200)).fetch() == 200
 
     run_two(redis, work)
 
 
-def test_a_router_that_is_the_first_waits_for_no_prefixes(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_router_does_not_wait_for_prefixes(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "FIRST_MESSAGE_SECONDS", 1000.0)
 
     async def run() -> None:
         async with router("a", redis.url) as first:
-            assert await Placing(first).ask_peers() == 0
+            assert await Prefixes(first).fetch() == 0
             redis.kill()
             await until(lambda: bool(first.link.trouble))
-            assert await Placing(first).ask_peers() == 0
+            assert await Prefixes(first).fetch() == 0
 
     asyncio.run(run())
 
 
-def test_a_router_that_has_heard_of_another_asks_it_at_once(
+def test_a_router_that_knows_another_one_queries_it_at_once(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_state, "FIRST_MESSAGE_SECONDS", 1000.0)
 
     async def work(first: Router, second: Router) -> None:
-        Placing(first, range(1, 100))
-        assert await asyncio.wait_for(Placing(second).ask_peers(), 10) == 99
+        Prefixes(first, range(1, 100))
+        assert await asyncio.wait_for(Prefixes(second).fetch(), 10) == 99
 
     run_two(redis, work)
 
 
-def test_prefixes_that_would_take_too_much_are_not_sent(
+def test_too_large_prefixes_are_not_sent(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_state, "MAX_PREFIXES_BYTES", 100)
 
     async def work(first: Router, second: Router) -> None:
-        Placing(first, range(1, 100))
-        assert await Placing(second).ask_peers() == 0
+        Prefixes(first, range(1, 100))
+        assert await Prefixes(second).fetch() == 0
 
     run_two(redis, work)
     assert "the prefixes are too large to send to a new router" in caplog.text
 
 
-def test_a_router_that_does_not_answer_costs_one_that_starts_a_bounded_time(
+def test_a_new_router_waits_a_limited_time_for_a_router_that_does_not_answer(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_state, "PREFIXES_SECONDS", 0.1)
 
     async def work(first: Router, second: Router) -> None:
         monkeypatch.setattr(first.hub, "_ask", lambda *_: None)
-        assert await Placing(second).ask_peers() == 0
+        assert await Prefixes(second).fetch() == 0
 
     run_two(redis, work)
 
 
-def test_a_question_reaches_all_routers_where_it_is_meant_to(redis: RedisServer) -> None:
+def test_a_query_for_all_routers_reaches_them(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
         second.link.answer_topic("sum", lambda content: content + 1)
         assert await first.link.ask_peers("sum", 1, everywhere=True) == [2]
@@ -336,7 +336,7 @@ def test_a_question_reaches_all_routers_where_it_is_meant_to(redis: RedisServer)
     run_two(redis, work)
 
 
-def test_a_router_that_ends_or_dies_is_noticed(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_and_the_death_of_a_router_are_detected(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "GONE_SECONDS", 2.0)
 
     async def run() -> None:
@@ -344,13 +344,13 @@ def test_a_router_that_ends_or_dies_is_noticed(redis: RedisServer, monkeypatch: 
             async with router("b", redis.url) as ending:
                 await until(lambda: first.shared.list_routers() == ["b"])
                 ending.link.publish_event("news", 1)
-                await until(lambda: bool(first.heard))
+                await until(lambda: bool(first.received))
             await until(lambda: first.gone[:1] == ["b-0"])
             async with router("c", redis.url) as dying:
                 await until(lambda: "c" in first.shared.list_routers())
                 dying.link.publish_event("news", 1)
-                await until(lambda: len(first.heard) == 2)
-                dying.connecting.cancel()  # it says nothing more, as after a kill -9
+                await until(lambda: len(first.received) == 2)
+                dying.connecting.cancel()  # it sends no more messages, as after a kill
                 dying.shared._is_up = False
                 await until(lambda: first.gone == ["b-0", "b", "c-0", "c"])
 
@@ -358,7 +358,7 @@ def test_a_router_that_ends_or_dies_is_noticed(redis: RedisServer, monkeypatch: 
     asyncio.run(run())
 
 
-def test_a_router_that_dies_before_it_published_anything_is_noticed(
+def test_the_death_of_a_router_that_has_published_nothing_is_detected(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_state, "GONE_SECONDS", 2.0)
@@ -373,7 +373,7 @@ def test_a_router_that_dies_before_it_published_anything_is_noticed(
 
 
 @pytest.mark.parametrize("fault", ["killed", "hangs"])
-def test_while_redis_is_gone_routers_go_on_and_afterwards_they_know_all_again(
+def test_routers_continue_while_redis_is_lost_and_have_all_records_afterwards(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(shared_state, "ANSWER_SECONDS", 0.3)
@@ -396,12 +396,12 @@ def test_while_redis_is_gone_routers_go_on_and_afterwards_they_know_all_again(
         await until(lambda: not first.link.trouble and not second.link.trouble)
         await until(lambda: second.records == {"before": make_record(3), "meanwhile": make_record(2)})
         second.link.publish_event("news", "again")
-        await until(lambda: ("b-0", "again") in first.heard)
+        await until(lambda: ("b-0", "again") in first.received)
 
     run_two(redis, work)
 
 
-def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_redis_is_gone(
+def test_a_new_router_can_wait_for_records_and_does_not_wait_if_redis_is_lost(
     redis: RedisServer,
 ) -> None:
     async def run() -> None:
@@ -420,7 +420,7 @@ def test_a_router_that_starts_can_wait_for_the_records_and_does_not_wait_where_r
     asyncio.run(run())
 
 
-def test_a_redis_that_stores_nothing_counts_as_gone_until_it_does(
+def test_a_redis_that_stores_nothing_counts_as_lost_until_it_does(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.02)
@@ -448,15 +448,15 @@ def test_a_redis_that_stores_nothing_counts_as_gone_until_it_does(
     run_two(redis, work)
 
 
-def test_what_waits_for_redis_is_sent_in_small_batches_but_no_late_query(
+def test_messages_that_wait_for_redis_are_sent_in_small_batches_but_no_late_query(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(shared_state, "MAX_BATCH", 2)
 
     async def work(first: Router, second: Router) -> None:
-        asked: list[Any] = []
-        second.link.answer_topic("abort", asked.append)
+        queries: list[Any] = []
+        second.link.answer_topic("abort", queries.append)
         first.link.keep_record("one", make_record(1))
         await until(lambda: "one" in second.records)
         redis.kill()
@@ -471,13 +471,13 @@ def test_what_waits_for_redis_is_sent_in_small_batches_but_no_late_query(
         await until(lambda: not first.link.trouble and not second.link.trouble)
         await until(lambda: first.records.get("one") == make_record(3))
         await first.link.ask_peers("abort", "now", everywhere=True)
-        assert asked == ["now"]
-        assert second.heard == [("a-0", number) for number in range(9)][-len(second.heard) :]
+        assert queries == ["now"]
+        assert second.received == [("a-0", number) for number in range(9)][-len(second.received) :]
 
     run_two(redis, work)
 
 
-def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_back(
+def test_tokens_that_were_used_while_redis_was_lost_are_not_charged_afterwards(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
@@ -489,9 +489,9 @@ def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_b
         charged.append(charged_there)
 
     async def work(first: Router, second: Router) -> None:
-        gate = AdmissionServer(Admission(RouterSettings()), lambda *_: None)
-        monkeypatch.setattr(gate, "note_elsewhere", note)
-        second.hub.admission = gate
+        server = AdmissionServer(Admission(RouterSettings()), lambda *_: None)
+        monkeypatch.setattr(server, "note_elsewhere", note)
+        second.hub.admission = server
         first.shared.send_message("limits", "a", {"key": 1}, {"key": 50})
         await until(lambda: {"key": 50} in charged)
         redis.kill()
@@ -499,30 +499,30 @@ def test_tokens_that_were_used_while_redis_was_gone_are_not_charged_when_it_is_b
         first.shared.send_message("limits", "a", {"key": 2}, {"key": 5000})
         redis.start()
         await until(lambda: not first.link.trouble and not second.link.trouble)
-        first.shared.send_message("limits", "a", {"key": 3}, {})  # the one before may be lost while only one is back
+        first.shared.send_message("limits", "a", {"key": 3}, {})  # the previous message may be lost
         await until(lambda: {"key": 3} in running)
         assert {"key": 5000} not in charged
 
     run_two(redis, work)
 
 
-def test_a_message_that_can_be_passed_on_no_further_holds_no_other_up(
+def test_a_message_that_cannot_be_forwarded_does_not_delay_others(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(first: Router, second: Router) -> None:
         nested: Any = 1
         with contextlib.suppress(ValueError):
-            while pack(["publish", "news", [nested]]):  # as deep as a worker's own message may be
+            while pack(["publish", "news", [nested]]):  # as deep as a worker's message can be
                 nested = [nested]
         first.link.publish_event("news", nested)
         first.link.publish_event("news", "after it")
-        await until(lambda: second.heard == [("a-0", "after it")])
+        await until(lambda: second.received == [("a-0", "after it")])
 
     run_two(redis, work)
     assert "a message could not be sent to the other routers" in caplog.text
 
 
-def test_what_could_not_be_sent_is_sent_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_could_not_be_sent_are_sent_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
 
     async def work(first: Router, second: Router) -> None:
@@ -538,13 +538,13 @@ def test_what_could_not_be_sent_is_sent_again(redis: RedisServer, monkeypatch: p
         monkeypatch.setattr(first.shared._redis, "pipeline", fail_once)
         for number in range(3):
             first.link.publish_event("news", number)
-        await until(lambda: second.heard == [("a-0", number) for number in range(3)])
+        await until(lambda: second.received == [("a-0", number) for number in range(3)])
         assert failures
 
     run_two(redis, work)
 
 
-def test_a_batch_that_comes_late_over_a_lost_connection_changes_nothing(redis: RedisServer) -> None:
+def test_a_late_batch_of_a_lost_connection_changes_nothing(redis: RedisServer) -> None:
     async def work(first: Router, second: Router) -> None:
         published: list[bytes] = []
         take = second.shared._on_batch
@@ -555,20 +555,20 @@ def test_a_batch_that_comes_late_over_a_lost_connection_changes_nothing(redis: R
 
         second.shared._on_batch = note  # type: ignore[method-assign]
         first.link.publish_event("news", "a request runs")
-        await until(lambda: len(second.heard) == 1)
+        await until(lambda: len(second.received) == 1)
         late = [data for data in published if b"a request runs" in data]
         first.hub.forget_worker("a-0")
         await until(lambda: second.gone == ["a-0"])
         await second.shared._redis.publish(second.shared._channel, late[0])
         await second.shared._redis.publish(second.shared._channel, b"the last one")
         await until(lambda: b"the last one" in published)
-        assert second.heard == [("a-0", "a request runs")]
+        assert second.received == [("a-0", "a request runs")]
 
     run_two(redis, work)
 
 
-def test_where_messages_of_a_router_were_missed_its_processes_are_forgotten(redis: RedisServer) -> None:
-    """The end of one may have been among them: then what it had told would count for ever."""
+def test_after_missed_messages_of_a_router_its_processes_are_forgotten(redis: RedisServer) -> None:
+    """A missed message may be the end of a process. Its requests would then count forever."""
 
     async def work(first: Router, second: Router) -> None:
         async def publish(number: int, *messages: Any) -> None:
@@ -576,16 +576,16 @@ def test_where_messages_of_a_router_were_missed_its_processes_are_forgotten(redi
 
         await publish(7, ["publish", "x-0", "news", "late"])
         await publish(8, ["publish", "x-1", "news", "in order"])
-        await until(lambda: len(second.heard) == 2)
+        await until(lambda: len(second.received) == 2)
         assert second.gone == []
         await publish(11, ["publish", "x-1", "news", "after a gap"])
-        await until(lambda: len(second.heard) == 3)
+        await until(lambda: len(second.received) == 3)
         assert sorted(second.gone) == ["x-0", "x-1"]
 
     run_two(redis, work)
 
 
-def test_a_router_starts_without_redis_and_finds_it_later(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_starts_without_redis_and_connects_later(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_state, "RETRY_SECONDS", 0.05)
     redis.kill()
 
@@ -598,7 +598,7 @@ def test_a_router_starts_without_redis_and_finds_it_later(redis: RedisServer, mo
     asyncio.run(run())
 
 
-def test_a_router_without_shared_state_loads_no_redis() -> None:
+def test_a_router_without_shared_state_does_not_import_redis() -> None:
     code = "import sys, router.sharing.shared_state; print('redis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
 
@@ -606,7 +606,7 @@ def test_a_router_without_shared_state_loads_no_redis() -> None:
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:6379", "http://127.0.0.1", "redis://127.0.0.1:port", "redis://127.0.0.1:6379/staging"]
 )
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(
         SettingsError, match=r"server.shared-state is not the address of a Redis server, such as redis://host:6379/0"
     ):

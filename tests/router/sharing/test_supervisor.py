@@ -1,4 +1,4 @@
-"""A router of two workers as its clients and its operator see it: processes that die, hang and are stopped."""
+"""A router with two workers in real processes that die, hang and are stopped."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Router(NamedTuple):
     process: Child
     url: str
 
-    def workers(self) -> list[int]:
-        """The process ids of the workers: the children of the process that they are forked from."""
-        return [worker for nursery in children(self.process.pid) for worker in children(nursery)]
+    def list_workers(self) -> list[int]:
+        """Return the ids of the workers' processes, which are the children of the process that forks them."""
+        return [worker for forkserver in list_children(self.process.pid) for worker in list_children(forkserver)]
 
-    def answers(self) -> bool:
+    def is_healthy(self) -> bool:
         return plain_http.answers_ok(f"{self.url}/health")
 
 
-def children(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for each in lists for child in each.read_text().split()]
 
@@ -64,10 +64,8 @@ def router(tmp_path: Path) -> Iterator[Router]:
         yield Router(process, found.group(1))
 
 
-def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
-    router: Router, stand_in: MakeStandIn
-) -> None:
-    instance = stand_in(behave=stream_until_told(event := asyncio.Event()))
+def test_the_death_of_a_worker_ends_only_its_own_streams(router: Router, stand_in: MakeStandIn) -> None:
+    instance = stand_in(behave=stream_until(event := asyncio.Event()))
     instance.register(router.url)
 
     async def run() -> tuple[list[str], list[str]]:
@@ -76,7 +74,7 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
             streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(NUM_STREAMS)]
             while len(instance.received) < NUM_STREAMS:
                 await asyncio.sleep(0.01)
-            os.kill(router.workers()[0], signal.SIGKILL)
+            os.kill(router.list_workers()[0], signal.SIGKILL)
             while not any(stream.done() for stream in streams):
                 await asyncio.sleep(0.01)
             instance.thread.loop.call_soon_threadsafe(event.set)
@@ -84,74 +82,74 @@ def test_a_worker_that_is_killed_takes_its_own_streams_with_it_and_nothing_else(
             return await asyncio.gather(*streams), await asyncio.gather(*later)
 
     during, after = asyncio.run(run())
-    assert NUM_STREAMS // 2 - 4 <= during.count("whole") <= NUM_STREAMS // 2 + 4
-    assert during.count("whole") + during.count("connection lost") == NUM_STREAMS
-    assert after == ["whole"] * NUM_STREAMS
-    wait_until(lambda: len(router.workers()) == 2, "another worker")
+    assert NUM_STREAMS // 2 - 4 <= during.count("complete") <= NUM_STREAMS // 2 + 4
+    assert during.count("complete") + during.count("connection lost") == NUM_STREAMS
+    assert after == ["complete"] * NUM_STREAMS
+    wait_until(lambda: len(router.list_workers()) == 2, "another worker")
     assert "was killed by SIGKILL; another worker replaces it" in router.process.output
 
 
-def test_all_workers_killed_are_replaced_and_know_the_instances_and_end_with_the_router_even_at_their_start(
+def test_killed_workers_are_replaced_know_the_instances_and_end_with_the_router(
     router: Router, stand_in: MakeStandIn
 ) -> None:
     instance = stand_in()
     instance.register(router.url)
-    killed = router.workers()
+    killed = router.list_workers()
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, killed)), "their end")
+    wait_until(lambda: not any(map(is_alive, killed)), "the end of the killed workers")
     answers = [
         plain_http.post(f"{router.url}/v1/chat/completions", json={"messages": []}, timeout=30) for _ in range(8)
     ]
     assert {answer.status_code for answer in answers} == {200}
-    router.process.signal(signal.SIGTERM)  # perhaps while the second one starts
-    assert router.process.wait(25) == 0  # the time that requests have would be 30 s
+    router.process.signal(signal.SIGTERM)  # the second worker may still start
+    assert router.process.wait(25) == 0  # requests could run for 30 s
 
 
-def test_with_the_process_that_workers_are_forked_from_killed_there_are_new_ones(
+def test_workers_are_replaced_after_the_death_of_the_process_that_forks_them(
     router: Router, stand_in: MakeStandIn
 ) -> None:
     stand_in().register(router.url)
-    before = router.workers()
-    (nursery,) = [pid for pid in children(router.process.pid) if set(before) <= set(children(pid))]
-    os.kill(nursery, signal.SIGKILL)
-    wait_until(lambda: len(router.workers()) == 2 and not set(router.workers()) & set(before), "new workers")
+    before = router.list_workers()
+    (forkserver,) = [pid for pid in list_children(router.process.pid) if set(before) <= set(list_children(pid))]
+    os.kill(forkserver, signal.SIGKILL)
+    wait_until(lambda: len(router.list_workers()) == 2 and not set(router.list_workers()) & set(before), "new workers")
     answer = plain_http.post(f"{router.url}/v1/chat/completions", json={"messages": []}, timeout=30)
     assert answer.status_code == 200
-    wait_until(lambda: not any(map(is_alive, before)), "the old workers to end")
+    wait_until(lambda: not any(map(is_alive, before)), "the end of the old workers")
 
 
 def test_a_worker_that_hangs_gets_no_more_connections(router: Router) -> None:
-    hanging = router.workers()[0]
+    hanging = router.list_workers()[0]
     os.kill(hanging, signal.SIGSTOP)
     try:
-        # Connections that it was given before it was seen to be quiet wait with it.
-        wait_until(lambda: all(router.answers() for _ in range(4)), "all to be answered by the other", pause_s=0.1)
+        # Connections that were passed to it before the supervisor detected its silence wait there.
+        wait_until(lambda: all(router.is_healthy() for _ in range(4)), "answers of the other worker only", pause_s=0.1)
     finally:
         os.kill(hanging, signal.SIGCONT)
 
 
-def test_connections_for_which_no_worker_has_room_wait(router: Router) -> None:
-    workers = router.workers()
+def test_connections_wait_while_the_queues_of_all_workers_are_full(router: Router) -> None:
+    workers = router.list_workers()
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     host, port = router.url.removeprefix("http://").split(":")
-    turned_away = select.poll()
+    answers = select.poll()
     with contextlib.ExitStack() as opened:
         clients = []
-        for _ in range(2 * count_room_of_queue() + 20):
+        for _ in range(2 * count_queue_places() + 20):
             client = opened.enter_context(socket.create_connection((host, int(port)), 30))
             client.sendall(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
             clients.append(client)
-            turned_away.register(client, select.POLLIN)
-        assert turned_away.poll(500) == []
+            answers.register(client, select.POLLIN)
+        assert answers.poll(500) == []
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
         assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
 
 
-def count_room_of_queue() -> int:
-    """How many connections can wait for a worker that takes none."""
+def count_queue_places() -> int:
+    """Return the number of connections that can wait for a worker that accepts none."""
     with contextlib.ExitStack() as opened:
         channel, other = map(opened.enter_context, socket.socketpair(type=socket.SOCK_DGRAM))
         channel.setblocking(False)
@@ -159,55 +157,55 @@ def count_room_of_queue() -> int:
 
 
 @pytest.mark.parametrize("to_all", [True, False])
-def test_sigterm_lets_streams_end_and_then_all_processes(router: Router, stand_in: MakeStandIn, to_all: bool) -> None:
-    instance = stand_in(behave=stream_until_told(event := asyncio.Event()))
+def test_after_sigterm_streams_end_and_then_all_processes(router: Router, stand_in: MakeStandIn, to_all: bool) -> None:
+    instance = stand_in(behave=stream_until(event := asyncio.Event()))
     instance.register(router.url)
-    processes = [router.process.pid, *children(router.process.pid), *router.workers()]
+    processes = [router.process.pid, *list_children(router.process.pid), *router.list_workers()]
 
     async def run() -> list[str]:
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as client:
             streams = [asyncio.ensure_future(read_stream(client, router.url, n)) for n in range(4)]
             while len(instance.received) < 4:
                 await asyncio.sleep(0.01)
-            for pid in processes if to_all else processes[:1]:  # a service manager tells all of them
+            for pid in processes if to_all else processes[:1]:  # a service manager sends it to all of them
                 os.kill(pid, signal.SIGTERM)
-            while router.answers():
+            while router.is_healthy():
                 await asyncio.sleep(0.01)
             instance.thread.loop.call_soon_threadsafe(event.set)
             return await asyncio.gather(*streams)
 
-    assert asyncio.run(run()) == ["whole"] * 4
+    assert asyncio.run(run()) == ["complete"] * 4
     assert router.process.wait() == 0
-    wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
+    wait_until(lambda: not any(map(is_alive, processes)), "the end of all processes")
     assert "another worker replaces it" not in router.process.output
 
 
 @pytest.mark.parametrize(("delay", "graces"), [(0.0, [60.0, 0.0]), (30.0, [0.0])])
-def test_a_second_signal_lets_no_request_go_on(
+def test_a_second_signal_sets_the_grace_to_0(
     monkeypatch: pytest.MonkeyPatch, delay: float, graces: list[float]
 ) -> None:
-    given: list[float] = []
+    sent: list[float] = []
 
     async def run() -> None:
         settings, grace_of = RouterSettings(shutdown_delay_secs=delay), {signal.SIGTERM: 60.0}
         with socket.create_server(("127.0.0.1", 0)) as listener:
             supervisor = Supervisor(settings, listener, lambda task: None, grace_of, Admission(settings))
-            monkeypatch.setattr(supervisor._hub, "send_to_workers", lambda kind, *grace: given.extend(grace))
+            monkeypatch.setattr(supervisor._hub, "send_to_workers", lambda kind, *grace: sent.extend(grace))
             for _ in range(2):
                 supervisor._on_signal(signal.SIGTERM)
 
     asyncio.run(run())
-    assert given == graces
+    assert sent == graces
 
 
-def test_a_worker_reports_its_connections_when_they_change_and_else_only_that_it_lives(
+def test_a_worker_reports_its_connections_at_changes_and_periodically(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker, "COUNT_SECONDS", 0.001)
     reports: list[list[object]] = []
 
     async def run() -> None:
-        (ours, theirs), (connections, given) = socket.socketpair(), socket.socketpair(type=socket.SOCK_DGRAM)
+        (ours, theirs), (connections, passed) = socket.socketpair(), socket.socketpair(type=socket.SOCK_DGRAM)
         is_lost = asyncio.Event()
         channel = await open_channel(ours, reports.append, is_lost.set)
         channel.send_message("state", "")
@@ -227,32 +225,32 @@ def test_a_worker_reports_its_connections_when_they_change_and_else_only_that_it
         link.disconnect()
         await is_lost.wait()
         connections.close()
-        given.close()
+        passed.close()
 
     asyncio.run(run())
 
 
 def test_workers_end_with_their_supervisor(router: Router) -> None:
-    processes = [*children(router.process.pid), *router.workers()]
+    processes = [*list_children(router.process.pid), *router.list_workers()]
     router.process.kill()
-    wait_until(lambda: not any(map(is_alive, processes)), "all processes to end")
+    wait_until(lambda: not any(map(is_alive, processes)), "the end of all processes")
 
 
-def test_a_setting_that_a_worker_finds_wrong_is_one_sentence(tmp_path: Path) -> None:
+def test_the_error_for_an_invalid_setting_of_a_worker_is_one_sentence(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "router.launch", "--port", "0", "--workers", "2", "--api-keys-file", "/no/such"]
     with child(argv, tmp_path / "router.log") as process:
         assert process.wait() == 2
         assert process.output == "router: server.api-keys-file /no/such cannot be read: No such file or directory\n"
 
 
-def stream_until_told(told: asyncio.Event) -> Callable[[Received, Responder], object]:
-    """Begin a stream, and end it once ``told`` is set."""
+def stream_until(may_end: asyncio.Event) -> Callable[[Received, Responder], object]:
+    """Begin a stream, and end it when ``may_end`` is set."""
 
     async def behave(request: Received, respond: Responder) -> None:
         await respond.start_stream()
         await respond.event(json.dumps({"choices": [{"delta": {"content": "a"}}]}))
         leaves = asyncio.ensure_future(respond.peer_left.wait())
-        waits = asyncio.ensure_future(told.wait())
+        waits = asyncio.ensure_future(may_end.wait())
         await asyncio.wait([leaves, waits], return_when=asyncio.FIRST_COMPLETED)
         if waits.done():
             await respond.event("[DONE]")
@@ -264,14 +262,14 @@ def stream_until_told(told: asyncio.Event) -> Callable[[Received, Responder], ob
 
 
 async def read_stream(client: httpx.AsyncClient, url: str, number: int) -> str:
-    """How a stream ended for its client."""
+    """Read a stream, and return how it ended for its client."""
     body = {"messages": [], "stream": True, "request_id": f"r{number}"}
     try:
         async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
             data = await response.aread()
     except httpx.TransportError:
         return "connection lost"
-    return "whole" if data.endswith(b"data: [DONE]\n\n") else f"{response.status_code}: {data!r}"
+    return "complete" if data.endswith(b"data: [DONE]\n\n") else f"{response.status_code}: {data!r}"
 
 
 def is_alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a supervisor decides, with workers that are no processes; ``test_supervisor.py`` has real ones."""
+"""Decisions of a supervisor, with stand-ins for workers. ``test_supervisor.py`` has real processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Work = Callable[[Supervised], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
-def no_failure_in_a_callback(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Short times; and all that asyncio would only log is a failure."""
+def shorten_times_and_check_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Shorten all times. Fail if asyncio logs an error."""
     monkeypatch.setattr(module, "CHECK_SECONDS", 0.005)
     monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.005)
     monkeypatch.setattr(module, "LAST_PAUSE_SECONDS", 0.04)
@@ -36,10 +36,10 @@ def no_failure_in_a_callback(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-# How workers start
+# The start of workers
 
 
-def test_workers_start_with_names_of_their_own_and_one_of_them_is_the_first() -> None:
+def test_workers_start_with_different_names_and_one_of_them_is_the_first() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start()
         tasks = [worker.task for worker in supervised.workers]
@@ -51,7 +51,7 @@ def test_workers_start_with_names_of_their_own_and_one_of_them_is_the_first() ->
     run_supervised(work)
 
 
-def test_the_supervisor_keeps_no_end_of_a_workers_sockets_and_never_waits_for_its_own() -> None:
+def test_the_supervisor_closes_the_workers_ends_of_sockets_and_never_blocks_on_its_own() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start()
         for worker in supervised.workers:
@@ -62,45 +62,45 @@ def test_the_supervisor_keeps_no_end_of_a_workers_sockets_and_never_waits_for_it
     run_supervised(work)
 
 
-def test_clients_are_taken_once_all_workers_are_ready() -> None:
+def test_connections_are_accepted_when_all_workers_are_ready() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start()
         first, second = supervised.workers
         supervised.connect()
-        first.say("ready")
+        first.send("ready")
         await until(lambda: sum(each.is_ready for each in supervised.supervisor._workers.values()) == 1)
         await asyncio.sleep(0)
         assert supervised.num_readies == 0
-        assert first.take() == []
-        second.say("ready")
+        assert first.take_connections() == []
+        second.send("ready")
         await until(lambda: supervised.num_readies == 1)
-        (await received_by(first)).close()
+        (await get_connection(first)).close()
 
     run_supervised(work)
 
 
-def test_a_router_with_limits_has_a_gate_and_one_without_has_none() -> None:
-    async def has_none(supervised: Supervised) -> None:
+def test_only_a_router_with_limits_has_an_admission_server() -> None:
+    async def expect_none(supervised: Supervised) -> None:
         await supervised.start()
         assert supervised.supervisor._hub.admission is None
 
-    async def has_one(supervised: Supervised) -> None:
+    async def expect_one(supervised: Supervised) -> None:
         await supervised.start()
         assert supervised.supervisor._hub.admission is not None
 
-    run_supervised(has_none)
-    run_supervised(has_one, max_concurrent_requests=3)
+    run_supervised(expect_none)
+    run_supervised(expect_one, max_concurrent_requests=3)
 
 
-def test_a_worker_that_cannot_start_ends_the_router_with_its_sentence() -> None:
+def test_a_worker_that_cannot_start_ends_the_router_with_its_message() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start()
         first, second = supervised.workers
-        first.say("refuse", "this is wrong")
-        await until(lambda: bool(second.hear("stop")))
-        second.say("refuse", "this is wrong, too")
+        first.send("refuse", "this is wrong")
+        await until(lambda: bool(second.read("stop")))
+        second.send("refuse", "this is wrong, too")
         await until(lambda: supervised.supervisor._refusal != "")
-        assert second.hear("stop") == [[0.0]]
+        assert second.read("stop") == [[0.0]]
         for worker in supervised.workers:
             worker.end()
         assert await supervised.end() == "this is wrong"
@@ -109,40 +109,40 @@ def test_a_worker_that_cannot_start_ends_the_router_with_its_sentence() -> None:
     run_supervised(work)
 
 
-def test_a_later_worker_that_cannot_start_is_an_error_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replacement_that_cannot_start_is_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         supervised.workers[0].end(1)
         late = await supervised.wait_for_worker(2)
-        late.say("refuse", "the file is gone")
+        late.send("refuse", "the file is gone")
         await until(lambda: "cannot start: the file is gone" in caplog.text)
-        assert late.hear("stop") == []
+        assert late.read("stop") == []
         assert await supervised.end() == ""
 
     run_supervised(work)
 
 
-def test_messages_of_one_worker_reach_the_others_and_its_log_lines_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_a_worker_reach_the_others_and_its_log_lines_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start()
         first, second = supervised.workers
-        first.say("publish", first.task.name, "topic", "content")
-        await until(lambda: second.hear("publish") == [[first.task.name, "topic", "content"]])
-        first.say("log", logging.WARNING, "router.some", "100 % of it")
+        first.send("publish", first.task.name, "topic", "content")
+        await until(lambda: second.read("publish") == [[first.task.name, "topic", "content"]])
+        first.send("log", logging.WARNING, "router.some", "100 % of it")
         await until(lambda: ("router.some", logging.WARNING, "100 % of it") in caplog.record_tuples)
 
     run_supervised(work)
 
 
-# Who gets a client's connection
+# The choice of a worker for a connection
 
 
-async def received_by(worker: WorkerStandIn) -> socket.socket:
-    """The next client's connection that a worker gets."""
+async def get_connection(worker: WorkerStandIn) -> socket.socket:
+    """Return the next client's connection that a worker gets."""
     taken: list[socket.socket] = []
 
     def take() -> bool:
-        taken.extend(worker.take())
+        taken.extend(worker.take_connections())
         return bool(taken)
 
     await until(take)
@@ -150,89 +150,87 @@ async def received_by(worker: WorkerStandIn) -> socket.socket:
     return connection
 
 
-def test_a_connection_goes_to_the_worker_with_the_fewest_those_that_it_was_given_since_included() -> None:
+def test_a_connection_goes_to_the_worker_with_the_fewest_including_those_passed_since() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         first, second = supervised.workers
-        await supervised.counted(first, 2)
-        await supervised.counted(second, 4)
+        await supervised.report(first, 2)
+        await supervised.report(second, 4)
         taken = []
         for expected in (first, first, first, second):
             supervised.connect()
-            taken.append(await received_by(expected))
-            if len(taken) == 2:  # of its four, two are those that it was given
-                await supervised.counted(first, 4, 2)
+            taken.append(await get_connection(expected))
+            if len(taken) == 2:  # the two passed connections are among its four
+                await supervised.report(first, 4, 2)
         for connection in taken:
             connection.close()
 
     run_supervised(work)
 
 
-def test_the_supervisor_keeps_no_connection_that_it_has_given_away() -> None:
+def test_the_supervisor_closes_a_connection_that_it_has_passed() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         client = supervised.connect()
-        (await received_by(supervised.workers[0])).close()
+        (await get_connection(supervised.workers[0])).close()
         client.settimeout(30)
         assert client.recv(1) == b""
 
     run_supervised(work)
 
 
-@pytest.mark.parametrize(("seconds", "is_quiet"), [(QUIET_SECONDS, False), (QUIET_SECONDS + 0.5, True)])
-def test_a_worker_that_has_been_quiet_for_long_gets_a_connection_only_if_all_are(
-    seconds: float, is_quiet: bool
-) -> None:
+@pytest.mark.parametrize(("seconds", "is_silent"), [(QUIET_SECONDS, False), (QUIET_SECONDS + 0.5, True)])
+def test_a_silent_worker_gets_a_connection_only_if_all_are_silent(seconds: float, is_silent: bool) -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         idle, busy = supervised.workers
         supervised.clock.seconds += seconds
-        await supervised.counted(busy, 9)
+        await supervised.report(busy, 9)
         supervised.connect()
-        (await received_by(busy if is_quiet else idle)).close()
+        (await get_connection(busy if is_silent else idle)).close()
         supervised.clock.seconds += QUIET_SECONDS + 0.5
         supervised.connect()
-        (await received_by(idle)).close()
+        (await get_connection(idle)).close()
 
     run_supervised(work)
 
 
-def test_a_worker_that_has_just_become_ready_is_not_quiet() -> None:
+def test_a_worker_that_has_just_become_ready_is_not_silent() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start()
         supervised.clock.seconds += 5.0
         for worker in supervised.workers:
-            worker.say("ready")
+            worker.send("ready")
         await until(lambda: supervised.num_readies == 1)
         first, second = supervised.workers
-        await supervised.counted(second, 1)
+        await supervised.report(second, 1)
         supervised.connect()
-        (await received_by(first)).close()
+        (await get_connection(first)).close()
 
     run_supervised(work)
 
 
-def test_a_worker_that_is_not_ready_or_has_closed_its_wire_gets_no_connection() -> None:
+def test_a_worker_that_is_not_ready_or_has_closed_its_channel_gets_no_connection() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         first, second = supervised.workers
         second.end(1)
         late = await supervised.wait_for_worker(2)
-        await supervised.counted(first, 5)
+        await supervised.report(first, 5)
         supervised.connect()
-        (await received_by(first)).close()
-        late.say("ready")
+        (await get_connection(first)).close()
+        late.send("ready")
         first.channel.close()
         await until(lambda: [each.is_ready for each in supervised.supervisor._workers.values()] == [False, True])
         for _ in range(2):
             supervised.connect()
-            (await received_by(late)).close()
-        assert first.take() == []
+            (await get_connection(late)).close()
+        assert first.take_connections() == []
 
     run_supervised(work)
 
 
-def test_a_connection_that_no_worker_takes_is_given_to_the_next_one() -> None:
+def test_a_connection_that_no_worker_accepts_is_passed_to_the_next_one() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         dying = supervised.workers[0]
@@ -241,23 +239,23 @@ def test_a_connection_that_no_worker_takes_is_given_to_the_next_one() -> None:
         await until(lambda: supervised.supervisor._waiting is not None)
         dying.end(1)
         worker = await supervised.wait_for_worker(1)
-        worker.say("ready")
-        await serves(worker, client)
+        worker.send("ready")
+        await assert_serves(worker, client)
         assert supervised.supervisor._waiting is None
-        await serves(worker, supervised.connect())
+        await assert_serves(worker, supervised.connect())
 
     run_supervised(work, num_workers=1)
 
 
-async def serves(worker: WorkerStandIn, client: socket.socket) -> None:
+async def assert_serves(worker: WorkerStandIn, client: socket.socket) -> None:
     """Assert that the next connection of a worker is this client's."""
-    with await received_by(worker) as connection:
+    with await get_connection(worker) as connection:
         connection.sendall(b"yes")
         client.settimeout(30)
         assert client.recv(3) == b"yes"
 
 
-def test_a_client_that_waits_for_a_worker_is_let_go_when_the_router_stops() -> None:
+def test_the_connection_of_a_waiting_client_is_closed_when_the_router_stops() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         supervised.workers[0].connections.close()
@@ -270,31 +268,31 @@ def test_a_client_that_waits_for_a_worker_is_let_go_when_the_router_stops() -> N
     run_supervised(work, num_workers=1)
 
 
-def test_without_a_worker_clients_wait_and_the_supervisor_looks_only_now_and_then(
+def test_without_a_worker_clients_wait_and_the_supervisor_retries_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         supervised.workers[0].end(1)
         worker = await supervised.wait_for_worker(1)
-        with counted_calls(supervised.supervisor, "_list_by_load") as calls:
+        with count_calls(supervised.supervisor, "_list_by_load") as calls:
             monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 3600.0)
             client = supervised.connect()
             await until(lambda: len(calls) > 0)
             await let_loop_run()
             assert len(calls) == 1
-        worker.say("ready")
+        worker.send("ready")
         supervised.supervisor._resume_accepting()
         await until(lambda: bool(supervised.supervisor._workers[worker.task.name].is_ready))
         supervised.supervisor._resume_accepting()
-        await serves(worker, client)
+        await assert_serves(worker, client)
 
     run_supervised(work, num_workers=1)
 
 
 @contextmanager
-def counted_calls(supervisor: Any, name: str) -> Iterator[list[None]]:
-    """One entry for each call of a method of a supervisor."""
+def count_calls(supervisor: Any, name: str) -> Iterator[list[None]]:
+    """Yield a list that gets one entry for each call of the supervisor's method ``name``."""
     calls: list[None] = []
     method = getattr(supervisor, name)
 
@@ -308,13 +306,13 @@ def counted_calls(supervisor: Any, name: str) -> Iterator[list[None]]:
 
 
 async def let_loop_run() -> None:
-    """Give all callbacks that are due a chance."""
+    """Let the event loop run all callbacks that are due."""
     for _ in range(20):
         await asyncio.sleep(0.001)
 
 
 class FullListener:
-    """A listener of a process that has no descriptor left."""
+    """A listener of a process without free descriptors."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -329,7 +327,7 @@ class FullListener:
         return self._listener.accept()
 
 
-def test_without_a_descriptor_clients_wait_until_there_is_one(
+def test_without_a_free_descriptor_clients_wait_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(supervised: Supervised) -> None:
@@ -339,13 +337,13 @@ def test_without_a_descriptor_clients_wait_until_there_is_one(
         client = supervised.connect()
         await until(lambda: full.num_refused > 0)
         await let_loop_run()
-        assert full.num_refused == 1  # it pauses
+        assert full.num_refused == 1  # during the pause there is no retry
         assert "the router cannot accept another connection: Too many open files" in caplog.text
         monkeypatch.setattr(module, "ACCEPT_PAUSE_SECONDS", 0.005)
         supervised.supervisor._resume_accepting()
         await until(lambda: full.num_refused > 2)
         full.is_full = False
-        await serves(supervised.workers[0], client)
+        await assert_serves(supervised.workers[0], client)
 
     run_supervised(work, num_workers=1)
 
@@ -353,7 +351,7 @@ def test_without_a_descriptor_clients_wait_until_there_is_one(
 # Workers that end
 
 
-def test_a_worker_that_has_ended_is_replaced_by_one_for_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_has_ended_is_replaced_in_its_place(caplog: pytest.LogCaptureFixture) -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         first, second = supervised.workers
@@ -367,8 +365,8 @@ def test_a_worker_that_has_ended_is_replaced_by_one_for_its_place(caplog: pytest
             (True, True, 1),
             (False, True, 2),
         ]
-        assert third.hear("gone") == [[second.task.name]]
-        assert fourth.hear("gone") == []
+        assert third.read("gone") == [[second.task.name]]
+        assert fourth.read("gone") == []
         assert list(supervised.supervisor._workers) == [third.task.name, fourth.task.name]
 
     run_supervised(work)
@@ -379,7 +377,7 @@ def test_a_worker_that_has_ended_is_replaced_by_one_for_its_place(caplog: pytest
     ]
 
 
-def test_nothing_is_left_open_of_a_worker_that_has_ended() -> None:
+def test_the_sockets_of_a_worker_that_has_ended_are_closed() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         ended = supervised.supervisor._workers[supervised.workers[0].task.name]
@@ -392,7 +390,7 @@ def test_nothing_is_left_open_of_a_worker_that_has_ended() -> None:
     run_supervised(work, num_workers=1)
 
 
-def test_the_pause_before_a_replacement_doubles_while_workers_die_young_and_then_begins_again(
+def test_the_pause_before_a_replacement_doubles_after_early_deaths_and_is_reset_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses = []
@@ -423,7 +421,7 @@ def test_a_replacement_is_started_after_the_pause(monkeypatch: pytest.MonkeyPatc
         await until(lambda: not supervised.supervisor._workers)
         await let_loop_run()
         assert len(supervised.workers) == 1
-        assert not supervised.run.done()  # a router without a worker goes on
+        assert not supervised.run.done()  # a router without a worker continues
         (start,) = supervised.supervisor._starts
         start.cancel()
 
@@ -431,7 +429,7 @@ def test_a_replacement_is_started_after_the_pause(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("failure", [OSError("no memory"), EOFError("no nursery")])
-def test_a_replacement_that_cannot_be_started_is_tried_again(
+def test_the_start_of_a_replacement_is_repeated_after_a_failure(
     failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(supervised: Supervised) -> None:
@@ -441,13 +439,13 @@ def test_a_replacement_that_cannot_be_started_is_tried_again(
         worker = await supervised.wait_for_worker(1)
         assert supervised.supervisor._pause == 0.04
         assert f"a worker cannot be started; the next attempt is in 0.04 s: {failure}" in caplog.text
-        worker.say("ready")
-        await serves(worker, supervised.connect())
+        worker.send("ready")
+        await assert_serves(worker, supervised.connect())
 
     run_supervised(work, num_workers=1)
 
 
-def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
+def test_a_failed_start_leaves_no_descriptor_open() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         supervised.failures.append(OSError("no memory"))
@@ -459,7 +457,7 @@ def test_a_start_that_fails_leaves_no_descriptor_open() -> None:
     run_supervised(work)
 
 
-def test_no_replacement_is_started_once_the_router_stops() -> None:
+def test_no_replacement_is_started_while_the_router_stops() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         first, second = supervised.workers
@@ -473,16 +471,16 @@ def test_no_replacement_is_started_once_the_router_stops() -> None:
     run_supervised(work)
 
 
-# Workers that say nothing
+# Silent workers
 
 
-def test_a_worker_is_killed_when_it_has_said_nothing_for_longer_than_the_limit() -> None:
+def test_a_worker_that_is_silent_for_longer_than_the_limit_is_killed() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         silent, talking = supervised.workers
         for passed in (10.0, HUNG_SECONDS):
             supervised.clock.seconds = 100.0 + passed
-            await supervised.counted(talking, int(passed))
+            await supervised.report(talking, int(passed))
             supervised.supervisor._check_workers()
             assert not silent.is_killed
         supervised.clock.seconds += 0.5
@@ -492,23 +490,23 @@ def test_a_worker_is_killed_when_it_has_said_nothing_for_longer_than_the_limit()
     run_supervised(work)
 
 
-def test_the_kernel_is_asked_only_about_workers_that_are_quiet() -> None:
+def test_cpu_times_are_read_only_for_silent_workers() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         (worker,) = supervised.supervisor._workers.values()
-        asked: list[int] = []
-        worker.silence = Silence(0, supervised.clock.now, asked.append)
+        reads: list[int] = []
+        worker.silence = Silence(0, supervised.clock.now, reads.append)
         supervised.clock.seconds += QUIET_SECONDS
         supervised.supervisor._check_workers()
-        assert asked == []
+        assert reads == []
         supervised.clock.seconds += 0.5
         supervised.supervisor._check_workers()
-        assert asked == [0]
+        assert reads == [0]
 
     run_supervised(work, num_workers=1)
 
 
-# How the router ends
+# The end of the router
 
 
 @pytest.mark.parametrize("sent", list(GRACES))
@@ -517,39 +515,39 @@ def test_a_signal_lets_workers_end_their_requests_within_its_grace(sent: signal.
         await supervised.start_ready()
         signal.raise_signal(sent)
         worker, _ = supervised.workers
-        await until(lambda: worker.hear("stop") == [[GRACES[sent]]])
-        assert worker.hear("leave") == []
+        await until(lambda: worker.read("stop") == [[GRACES[sent]]])
+        assert worker.read("leave") == []
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address, 30)
 
-    async def keep_address(supervised: Supervised) -> None:
+    async def work_with_address(supervised: Supervised) -> None:
         address.extend(supervised.listener.getsockname())
         await work(supervised)
 
     address: Any = []
-    run_supervised(keep_address)
+    run_supervised(work_with_address)
 
 
-def test_with_a_delay_workers_say_first_that_the_router_leaves() -> None:
+def test_with_a_delay_workers_get_a_leave_message_before_the_stop() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         signal.raise_signal(signal.SIGTERM)
         worker = supervised.workers[0]
-        await until(lambda: worker.hear("stop") == [[7.0]])
+        await until(lambda: worker.read("stop") == [[7.0]])
         assert [kind for kind, *_ in worker.messages if kind in ("leave", "stop")] == ["leave", "stop"]
 
     run_supervised(work, shutdown_delay_secs=0.05)
 
 
-def test_a_worker_that_starts_during_the_delay_says_so_too() -> None:
+def test_a_worker_that_starts_during_the_delay_gets_the_leave_message() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         signal.raise_signal(signal.SIGTERM)
-        await until(lambda: bool(supervised.workers[0].hear("leave")))
+        await until(lambda: bool(supervised.workers[0].read("leave")))
         supervised.workers[1].end(1)
         late = await supervised.wait_for_worker(2)
-        await until(lambda: late.hear("leave") == [[]])
-        assert late.hear("stop") == []
+        await until(lambda: late.read("leave") == [[]])
+        assert late.read("stop") == []
         supervised.supervisor._stop.cancel()
 
     run_supervised(work, shutdown_delay_secs=3600.0)
@@ -560,8 +558,8 @@ def test_an_interrupt_is_not_delayed() -> None:
         await supervised.start_ready()
         signal.raise_signal(signal.SIGINT)
         worker = supervised.workers[0]
-        await until(lambda: worker.hear("stop") == [[3.0]])
-        assert worker.hear("leave") == []
+        await until(lambda: worker.read("stop") == [[3.0]])
+        assert worker.read("leave") == []
 
     run_supervised(work, shutdown_delay_secs=3600.0)
 
@@ -571,16 +569,16 @@ def test_a_second_signal_ends_the_delay() -> None:
         await supervised.start_ready()
         worker = supervised.workers[0]
         signal.raise_signal(signal.SIGTERM)
-        await until(lambda: bool(worker.hear("leave")))
+        await until(lambda: bool(worker.read("leave")))
         delayed = supervised.supervisor._stop
         signal.raise_signal(signal.SIGTERM)
-        await until(lambda: worker.hear("stop") == [[0.0]])
+        await until(lambda: worker.read("stop") == [[0.0]])
         assert delayed.cancelled()
 
     run_supervised(work, shutdown_delay_secs=3600.0)
 
 
-def test_a_worker_that_starts_while_the_router_stops_gets_what_is_left_of_the_grace() -> None:
+def test_a_worker_that_starts_while_the_router_stops_gets_the_rest_of_the_grace() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         supervised.supervisor._stop_workers(10.0)
@@ -588,13 +586,13 @@ def test_a_worker_that_starts_while_the_router_stops_gets_what_is_left_of_the_gr
             supervised.clock.seconds = 100.0 + seconds
             await supervised.supervisor._start_worker(0, is_replacement=True)
             late = supervised.workers[-1]
-            await until(lambda late=late, left=left: late.hear("stop") == [[left]])  # type: ignore[misc]
-            assert late.hear("leave") == []
+            await until(lambda late=late, left=left: late.read("stop") == [[left]])  # type: ignore[misc]
+            assert late.read("leave") == []
 
     run_supervised(work)
 
 
-def test_workers_that_do_not_end_within_their_grace_and_some_seconds_are_killed() -> None:
+def test_workers_that_exceed_their_grace_by_some_seconds_are_killed() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         supervised.supervisor._stop_workers(10.0)
@@ -609,10 +607,10 @@ def test_workers_that_do_not_end_within_their_grace_and_some_seconds_are_killed(
     run_supervised(work, num_workers=1)
 
 
-def test_the_end_is_noticed_sooner_than_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_checked_more_often_while_the_router_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
-        with counted_calls(supervised.supervisor, "_check_workers") as checks:
+        with count_calls(supervised.supervisor, "_check_workers") as checks:
             supervised.supervisor._stop_workers(10.0)
             monkeypatch.setattr(module, "CHECK_SECONDS", 3600.0)
             await until(lambda: len(checks) > 2)
@@ -620,12 +618,12 @@ def test_the_end_is_noticed_sooner_than_other_things(monkeypatch: pytest.MonkeyP
     run_supervised(work)
 
 
-def test_a_supervisor_that_stops_gives_no_client_to_a_worker() -> None:
+def test_a_supervisor_that_stops_passes_no_connection_to_a_worker() -> None:
     async def work(supervised: Supervised) -> None:
         await supervised.start_ready()
         supervised.supervisor._pause_accepting(0.0)
         supervised.supervisor._stop_workers(10.0)
-        with counted_calls(supervised.supervisor, "_list_by_load") as calls:
+        with count_calls(supervised.supervisor, "_list_by_load") as calls:
             await let_loop_run()
             assert calls == []
 
@@ -636,7 +634,7 @@ def test_a_supervisor_that_stops_gives_no_client_to_a_worker() -> None:
 
 
 class OtherRouters:
-    """Stands for ``SharedState``: what the other routers know, without Redis; ``test_routers.py`` has a real one."""
+    """A stand-in for ``SharedState`` without Redis; ``test_routers.py`` has a real one."""
 
     prefixes: ClassVar[dict[str, Any]] = {"a": 1}
     made: ClassVar[list[OtherRouters]] = []
@@ -670,14 +668,14 @@ class OtherRouters:
 def run_with_others(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[Supervised, OtherRouters], Awaitable[None]], num_workers: int = 2
 ) -> None:
-    """Run ``work`` with a supervisor whose workers are ready, and that has not heard of the others' records."""
+    """Run ``work`` with a supervisor that has ready workers, but not yet the records of other routers."""
 
     async def run(supervised: Supervised) -> None:
         await supervised.start()
         others = OtherRouters.made.pop()
         assert (others.url, others.clock()) == ("redis://host:6379/0", 100.0)
         for worker in supervised.workers:
-            worker.say("ready")
+            worker.send("ready")
         await until(lambda: all(each.is_ready for each in supervised.supervisor._workers.values()))
         await work(supervised, others)
         await supervised.end()
@@ -687,48 +685,48 @@ def run_with_others(
     run_supervised(run, num_workers, shared_state="redis://host:6379/0")
 
 
-def test_clients_are_taken_once_workers_know_the_records_and_prefixes_of_other_routers(
+def test_connections_are_accepted_when_workers_have_the_records_and_prefixes_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def work(supervised: Supervised, others: OtherRouters) -> None:
         first, second = supervised.workers
         await let_loop_run()
         assert (others.is_connected, supervised.num_readies) == (True, 0)
-        assert first.hear("publish") == []
+        assert first.read("publish") == []
         others.have_records.set()
-        await until(lambda: bool(second.hear("publish")))
+        await until(lambda: bool(second.read("publish")))
         assert supervised.num_readies == 0
-        await until(lambda: first.hear("publish") == second.hear("publish") == [["", "prefixes", {"a": 1}]])
+        await until(lambda: first.read("publish") == second.read("publish") == [["", "prefixes", {"a": 1}]])
         await until(lambda: supervised.num_readies == 1)
 
     run_with_others(monkeypatch, work)
 
 
-def test_where_no_other_router_has_prefixes_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_does_not_wait_for_prefixes_if_no_other_router_has_any(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(supervised: Supervised, others: OtherRouters) -> None:
         others.have_records.set()
         await until(lambda: supervised.num_readies == 1)
-        assert supervised.workers[0].hear("publish") == []
+        assert supervised.workers[0].read("publish") == []
 
     monkeypatch.setattr(OtherRouters, "prefixes", {})
     run_with_others(monkeypatch, work)
 
 
-@pytest.mark.parametrize(("num_workers", "num_told"), [(1, 1), (2, 0)])
-def test_a_replacement_that_is_the_only_worker_gets_the_prefixes_of_other_routers(
-    monkeypatch: pytest.MonkeyPatch, num_workers: int, num_told: int
+@pytest.mark.parametrize(("num_workers", "num_messages"), [(1, 1), (2, 0)])
+def test_a_replacement_gets_the_prefixes_of_other_routers_if_it_is_the_only_worker(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, num_messages: int
 ) -> None:
     async def work(supervised: Supervised, others: OtherRouters) -> None:
         others.have_records.set()
         started = list(supervised.workers)
-        await until(lambda: supervised.num_readies == 1 if all(w.hear("ask") for w in started) else False)
+        await until(lambda: supervised.num_readies == 1 if all(w.read("ask") for w in started) else False)
         started[0].end(1)
         late = await supervised.wait_for_worker(num_workers)
-        late.say("ready")
+        late.send("ready")
         await until(lambda: all(each.is_ready for each in supervised.supervisor._workers.values()))
-        await until(lambda: len(late.hear("publish")) == num_told)
+        await until(lambda: len(late.read("publish")) == num_messages)
         await let_loop_run()
-        assert late.hear("publish") == [["", "prefixes", {"a": 1}]] * num_told
+        assert late.read("publish") == [["", "prefixes", {"a": 1}]] * num_messages
 
     run_with_others(monkeypatch, work, num_workers)
 
@@ -736,7 +734,7 @@ def test_a_replacement_that_is_the_only_worker_gets_the_prefixes_of_other_router
 # The process that workers are forked from
 
 
-def test_the_process_that_workers_are_forked_from_runs_early_with_their_module() -> None:
+def test_the_process_that_forks_workers_starts_early_with_their_module() -> None:
     code = (
         "from multiprocessing import forkserver\n"
         "from router.sharing.supervisor import start_forkserver\n"

@@ -246,7 +246,7 @@ def test_an_instance_has_charts_of_its_work_over_time(
     row.get_by_role("img", name="Tokens/s, mean, over time: ").wait_for()
 
 
-def test_an_order_that_the_router_does_not_answer_shows_an_error(
+def test_a_command_that_the_router_does_not_answer_shows_an_error(
     router: RouterUnderTest, instance: StandIn, dashboard: Dashboard, page: Page
 ) -> None:
     open_view(page, "/fleet", "Healthy")
@@ -256,7 +256,7 @@ def test_an_order_that_the_router_does_not_answer_shows_an_error(
     page.get_by_role("dialog").get_by_text("does not answer").wait_for()
 
 
-def test_without_the_admin_token_loads_are_shown_and_orders_are_disabled(
+def test_without_the_admin_token_loads_are_shown_and_commands_are_disabled(
     make_router: MakeRouter, instance: StandIn, dashboard: Dashboard, tmp_path: Path, page: Page
 ) -> None:
     (tmp_path / "token").write_text("another-token\n")
