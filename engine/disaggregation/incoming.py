@@ -63,7 +63,7 @@ class IncomingBlocks:
             return True
 
     def close(self) -> None:
-        """Release the windows. Call this when the prefill instance does not write any more."""
+        """Release the memory to which the prefill instance writes. It must not write any more."""
         with self._lock:
             self._take_back()
 

@@ -67,7 +67,10 @@ class PooledClient:
         raise NotImplementedError
 
     def facts(self) -> dict[str, str]:
-        """Return facts for the manifest of the namespace. ``setup`` calls this once."""
+        """Return the settings of this process for the manifest, the pool's description of the namespace.
+
+        ``kvstore why-miss`` compares the descriptions of two namespaces. ``setup`` calls this once.
+        """
         return {}
 
     def patience(self, config: PoolConfig) -> float:

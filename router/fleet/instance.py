@@ -394,7 +394,7 @@ class Instance:
 
         Args:
             trouble: the reason, in one sentence.
-            is_out_of_reach: whether the router could not connect, without a refusal. The process may still run then.
+            is_out_of_reach: whether the connection timed out or had no route. Then the process may still run.
         """
         self._passed_probes = 0
         self._may_be_another |= not is_out_of_reach
@@ -426,7 +426,7 @@ class Instance:
             threshold: number of failed probes in a row that make the instance unhealthy.
             may_finish: whether the instance refused the connection, like a process that is shutting down. Then running
                 requests continue.
-            is_out_of_reach: whether the router could not connect, without a refusal. The process may still run then.
+            is_out_of_reach: whether the connection timed out or had no route. Then the process may still run.
         """
         self._has_refused |= may_finish
         self._may_be_another |= not is_out_of_reach

@@ -82,7 +82,7 @@ def read_boot_clock() -> tuple[str, float]:
 
 
 class Snapshot:
-    """The snapshot file of one router."""
+    """The file with a router's instances and the state of its policies, which the router restores after a restart."""
 
     def __init__(
         self,

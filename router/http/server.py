@@ -654,10 +654,10 @@ class RouterProtocol(HttpToolsProtocol):
         return path
 
     def _normalize_target(self) -> str:
-        """Remove a final slash and a fragment from the target. Return the path; ``""`` if it is still not normal.
+        """Remove a final slash and a fragment from the target, and return the path.
 
-        An instance might read a path that is not normal in another way than the router, or redirect the client to its
-        own address. For ``""``, the control plane refuses the request.
+        Return ``""`` if the path still has parts such as ``..`` or ``//``. An instance might interpret them in another
+        way than the router, or redirect the client to its own address. So the control plane refuses the request.
         """
         target, question_mark, query = self.url.partition(b"#")[0].partition(b"?")
         if path_of(target)[1:].endswith("/"):

@@ -323,16 +323,17 @@ class Attempt:
             self._report_failure(exc)
 
     def on_failed(self, error: Exception) -> None:
-        """Handle the failure of the leg that the attempt waits for."""
+        """Handle the failure of the request that the attempt waits for."""
         if isinstance(error, UpstreamError) and not isinstance(error, NoRoom):
             error = self._make_failure(self._awaited, error)
         self._report_failure(error)
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
-        """Fail the attempt or its answering leg, because ``instance`` does not respond to probes.
+        """Fail the attempt, or only the request to ``instance``, because ``instance`` does not respond to probes.
 
-        Before the response has begun, the attempt fails. After that, only the answering leg can fail: if ``instance``
-        is its instance, and has sent nothing for ``silence`` seconds.
+        If the response to the client has not begun, the attempt fails. If it has begun, only the request whose response
+        is sent to the client can fail: it fails if it was sent to ``instance``, and no data has arrived for ``silence``
+        seconds.
         """
         leg = self.answering if self.answering.instance is instance else self.prefill
         if leg is None or leg.is_finished or leg.instance is not instance:

@@ -93,7 +93,12 @@ class Banner:
 
 
 def draw_parts(shares: Mapping[str, float], *, is_thin: bool = False) -> str:
-    """Return the HTML of a bar that shows the fraction of each origin. The sum of fractions may be less than one."""
+    """Return the HTML of a bar with parts, such as the prompt tokens from the own cache, from the pool, and computed.
+
+    Args:
+        shares: the fraction of each part. If their sum is less than one, the rest of the bar is empty.
+        is_thin: whether the bar has a smaller height.
+    """
     words = ", ".join(
         f"{ORIGIN_NAMES.get(each, each)} {format_share(share)}" for each, share in shares.items() if share
     )
