@@ -169,7 +169,7 @@ def run_in_terminal() -> Iterator[Callable[..., Terminal]]:
         yield run
 
 
-def test_in_a_terminal_keys_sort_a_lost_router_is_reported_and_q_ends_the_program(
+def test_in_a_terminal_keys_sort_q_ends_the_program_and_a_lost_router_is_reported(
     make_router: MakeRouter, stand_in: MakeStandIn, run_in_terminal: Callable[..., Terminal]
 ) -> None:
     instance = stand_in(behave=counts(3))

@@ -136,7 +136,7 @@ def test_a_query_without_peers_has_no_answers() -> None:
     run_linked(run)
 
 
-def test_a_link_refers_to_its_running_answers_so_that_they_are_not_garbage() -> None:
+def test_a_link_holds_references_to_its_running_answers() -> None:
     async def run(hub: LinkedHub) -> None:
         first, second = await join_all(hub, 2)
         is_asked, may_answer = asyncio.Event(), asyncio.Event()

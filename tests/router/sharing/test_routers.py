@@ -97,7 +97,7 @@ def list_processes(pid: int) -> list[int]:
 
 @pytest.fixture
 def start_routers(redis: RedisServer, tmp_path: Path) -> Iterator[StartRouters]:
-    """A function that starts routers with the flags of each: ``start_routers([], ["--policy", "random"])``."""
+    """A function that starts routers together, each with its flags: ``start_routers([], ["--policy", "random"])``."""
     with contextlib.ExitStack() as started:
 
         def start(*flags: Sequence[str]) -> list[Router]:
@@ -133,7 +133,7 @@ class Gate:
         self._thread.loop.call_soon_threadsafe(self._opened.set)
 
     async def behave(self, request: Received, respond: Responder) -> None:
-        """Answer with the number in the request, in a stream twice."""
+        """Answer with the number in the request; a stream has it twice."""
         number, is_stream = request.json["number"], request.json.get("stream")
         event = json.dumps({"choices": [{"delta": {"content": number}}]})
         if is_stream:
