@@ -106,7 +106,7 @@ CLOSING_SECONDS = 0.5
 LISTED_REQUESTS, MAX_LISTED_REQUESTS = 50, 1000
 
 NO_INDEX = "this router follows no KV events, so it has no index of blocks; start it with --kv-events"
-NO_SHARED_STATE = "the shared state cannot be reached; the router's log says why"
+NO_SHARED_STATE = "Redis (server.shared-state) cannot be reached; the router's log says why"
 
 # Text at /docs and /redoc, in place of FastAPI's pages, which load scripts from the internet.
 DOCS = "The router's paths are described at /openapi.json (OpenAPI), and for people in docs/operations.md.\n"

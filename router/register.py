@@ -153,7 +153,7 @@ class Sidecar:
             elif engine == EngineKind.SGLANG.value:
                 found = await ask_sglang(fetch)
         except httpx.HTTPError as exc:
-            raise ServerError(f"the server at {server} does not report its engine ({_describe_error(exc)})") from None
+            raise ServerError(f"cannot find out which engine {server} runs ({_describe_error(exc)})") from None
         except IdentityHidden as exc:
             raise ServerError(f"the server at {server} {exc}; name the engine with --engine") from None
         reported = found.get("role", role)

@@ -218,7 +218,7 @@ class Auth:
         except SettingsError as exc:
             return (
                 logging.ERROR,
-                f"a changed file of keys or tokens is not used; the previous keys and tokens stay valid: {exc}",
+                f"a changed file of keys or tokens cannot be used; the previous keys and tokens stay valid: {exc}",
             )
         return logging.INFO, f"the files of keys and tokens were read again; {len(self._clients)} API keys are valid"
 

@@ -192,7 +192,10 @@ class RouterClient:
         except ValueError:
             found = None
         if not isinstance(found, dict) or not found.keys() >= set(names):
-            raise RouterError(f"the server at {self.url} is not a router, because a router answers {path} otherwise")
+            raise RouterError(
+                f"the server at {self.url} is not a router, because a router sends another response to {path}; "
+                "give the router's address with --router"
+            )
         return found
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:

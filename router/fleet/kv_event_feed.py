@@ -309,7 +309,7 @@ class KvEventFeed:
                 async with contextlib.aclosing(self._replay(self.source["replay_endpoint"], first)) as replayed:
                     async for number, data in replayed:
                         if is_first and number == first < self._expected and data != self._last:
-                            return await self._start_over("another process publishes there")
+                            return await self._start_over("another process publishes at its endpoint")
                         is_cut = number > self._expected and not is_first and asked_again_at != self._expected
                         if is_cut and attempt < _MAX_REPLAYS:
                             break
@@ -328,12 +328,12 @@ class KvEventFeed:
             # The instance's socket drops batches of a long replay. If the next replay lacks the same batch, it is lost.
             asked_again_at = self._expected
         if is_first and self._expected:
-            return await self._start_over("it has published nothing yet")
+            return await self._start_over("its present process has published nothing yet")
         self._set_exact(not self._lacks_events)
         return True
 
     async def _start_over(self, why: str) -> bool:
-        _log.info("the cache of %s is unknown now: %s", self._key, why)
+        _log.info("the router discards what it knows about the cache of %s: %s", self._key, why)
         self._expected, self._last, self._last_ts, self._lacks_events = 0, b"", 0.0, False
         self._policy.empty_cache(self._key)
         return await self._catch_up()
@@ -442,7 +442,10 @@ class KvEventFeed:
         if self.cache.is_exact != is_exact:
             self._policy.set_exact(self._key, is_exact=is_exact)
             self._followed.cache_known = "exact" if is_exact else "degraded"
-            _log.info("the cache of %s is %s", self._key, "known exactly" if is_exact else "not known exactly")
+            if is_exact:
+                _log.info("the router knows exactly which blocks %s has cached", self._key)
+            else:
+                _log.info("the router may lack KV events of %s, so it does not know the cache exactly", self._key)
 
 
 def _count_plain(event: BlockStored) -> tuple[int, str]:

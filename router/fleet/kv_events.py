@@ -148,8 +148,9 @@ class KvEventReader:
         if sum(sizes.values()) > MAX_PUBLISHED_BLOCKS:
             largest = max(sizes, key=lambda key: sizes[key])
             _log.error(
-                "publisher %s, which has the most blocks, is removed: all publishers together have %d blocks, and this "
-                "router stores at most %d",
+                "the KV event publisher %s, which has the most blocks, is unregistered: all publishers together have "
+                "%d blocks, and this router stores at most %d; /query does not report its blocks until somebody "
+                "registers it again",
                 largest,
                 sum(sizes.values()),
                 MAX_PUBLISHED_BLOCKS,
@@ -175,7 +176,7 @@ class KvEventReader:
             feed = self._feeds[key] = KvEventFeed(self._zmq, context, followed, policy, self._on_readable)
             await feed.follow()
         except Exception:
-            _log.exception("the KV events of %s are not followed any more", key)
+            _log.exception("reading the KV events of %s failed; the router connects again", key)
             await asyncio.sleep(1)
         finally:
             if feed is not None:
@@ -208,7 +209,9 @@ class KvEventReader:
             try:
                 settled = feed.settle()
             except Exception:
-                _log.exception("the router cannot match prompts with the blocks of %s", key)
+                _log.exception(
+                    "the router cannot find which cached blocks of %s belong to the prompts of ended requests", key
+                )
                 continue
             for prompt, leaf in settled:
                 self._publish([key, array("Q", prompt.chunks).tobytes(), leaf, *prompt[1:]])

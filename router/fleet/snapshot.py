@@ -147,7 +147,8 @@ class Snapshot:
             return
         except (OSError, ValueError) as exc:
             aside = self._put_other_file_aside()
-            _log.warning("the snapshot %s is not used: %s%s", self._path, exc, f"; it is now {aside}" if aside else "")
+            renamed = f"; the file was renamed to {aside}" if aside else ""
+            _log.warning("the router starts without the snapshot %s: %s%s", self._path, exc, renamed)
             return
         for registration, entry in document["instances"]:
             self._restore_instance(registration, entry, now)
@@ -155,7 +156,9 @@ class Snapshot:
             try:
                 self._restore_policy(role, state)
             except Exception:  # the router must start, whatever the file contains
-                _log.exception("the state of the %s policy in the snapshot %s is not used", role, self._path)
+                _log.exception(
+                    "the %s policy starts without its state in the snapshot %s, after an error", role, self._path
+                )
         _log.info("%d instances were read from the snapshot %s", len(document["instances"]), self._path)
 
     def _put_other_file_aside(self) -> Path | None:
@@ -198,7 +201,7 @@ class Snapshot:
             try:
                 policy.load_dump(state["data"])
             except ValueError as exc:
-                _log.warning("the state of the %s policy in the snapshot %s is not used: %s", role, self._path, exc)
+                _log.warning("the %s policy starts without its state in the snapshot %s: %s", role, self._path, exc)
 
     def _gather_contents(self) -> _Contents:
         """Collect the contents of the file. The router serves no requests until this method returns."""

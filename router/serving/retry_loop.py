@@ -295,7 +295,7 @@ class RetryLoop:
                 message = f"{stored_at} stores the response, but the gateway does not use this instance"
                 raise NoInstance(ApiError(503, message, "no_instance", "previous_response_id"))
             if self._retries is not None and self._retries.excludes(stored_at):
-                message = f"{stored_at} stores the response, but it has failed"
+                message = f"{stored_at}, which stores the response, has failed"
                 raise NoInstance(ApiError(502, message, "keeper_failed", "previous_response_id"))
             return self._services.selector.choose_named(parsed.features, stored_at)
         selector, is_completion = self._services.selector, parsed.body is not None

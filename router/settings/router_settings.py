@@ -149,12 +149,15 @@ class RouterSettings:
         "maximum number of prompt chunks (128 tokens each) in the index; the default needs 10 to 180 MB",
     )
     balance_abs_threshold: float = _declare(
-        1.0, "scheduler.balance-abs-threshold", "difference of loads up to which cache_aware considers caches"
+        1.0,
+        "scheduler.balance-abs-threshold",
+        "cache_aware ignores caches if the highest and the lowest load differ by more than this and by more than "
+        "--balance-rel-threshold",
     )
     balance_rel_threshold: float = _declare(
         0.2,
         "scheduler.balance-rel-threshold",
-        "the same difference as a fraction of the highest load; caches are ignored if both thresholds are exceeded",
+        "limit as of --balance-abs-threshold, but as a fraction of the highest load",
     )
     hit_ratio_weight: float = _declare(
         1.0, "scheduler.hit-ratio-weight", "weight of the cached part of a prompt in cache_aware"
@@ -172,13 +175,13 @@ class RouterSettings:
     target_utilization: float = _declare(
         0.7,
         "scheduler.target-utilization",
-        "fraction of time that an instance should be busy, for router_instances_needed",
+        "fraction of time that an instance should be busy, for the metric router_instances_needed",
     )
     requests_per_instance: int = _declare(
         32,
         "scheduler.requests-per-instance",
-        "requests that a decode or mixed instance runs concurrently, for router_instances_needed; an instance may "
-        "register its own max_num_seqs",
+        "requests that a decode or mixed instance runs concurrently, for the metric router_instances_needed; an "
+        "instance may register its own max_num_seqs",
     )
     register_path: str = _declare("", "manager.register-path", "YAML file of instances that do not register themselves")
     snapshot_path: str = _declare(

@@ -218,7 +218,7 @@ class FleetSync:
         except RegistrationError as exc:
             fields = record["fields"]
             key = f"{fields.get('host_ip')}:{fields.get('port')}"
-            _log.warning("instance %s, which another process reported, is not added: %s", key, exc)
+            _log.warning("instance %s, which another process reported, cannot be added to this router: %s", key, exc)
             return None
         return registration
 

@@ -85,7 +85,7 @@ class PrefixSync:
                 if num_chunks > self._policies[role].num_chunks:
                     self._policies[role].load_dump(dump)
             except Exception as exc:  # the process also works without these prefixes
-                _log.warning("prefixes from another process are ignored: %r", exc)
+                _log.warning("the prompt prefixes that another process has sent cannot be loaded: %r", exc)
 
     async def _dump_prefixes(self, _: None) -> _Prefixes:
         return {

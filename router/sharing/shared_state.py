@@ -146,7 +146,7 @@ class SharedState:
                 if any(num_chunks for num_chunks, _ in prefixes.values()):
                     return prefixes
         except (RedisError, OSError, ValueError, TypeError, AttributeError) as exc:
-            _log.warning("the other routers sent no prefixes: %s", exc)
+            _log.warning("this router starts without the prompt prefixes that the other routers know: %s", exc)
         return {}
 
     def send_prefixes(self, router: str, answers: list[dict[str, Any]]) -> None:
@@ -192,7 +192,8 @@ class SharedState:
         data = pack(prefixes)
         if len(data) > MAX_PREFIXES_BYTES:
             _log.warning(
-                "the prefixes are too large to send to a new router (%d bytes); it learns them from its requests",
+                "the prompt prefixes that this router knows are too large to send to a new router (%d bytes); the new "
+                "router learns prefixes from its requests",
                 len(data),
             )
             data = pack({})
@@ -202,7 +203,7 @@ class SharedState:
                 pipeline.expire(key, PREFIXES_EXPIRY_SECONDS)
                 await pipeline.execute()
         except (RedisError, OSError) as exc:
-            _log.warning("a new router asked for the prefixes, but they could not be sent to it: %s", exc)
+            _log.warning("the prompt prefixes that a new router asked for could not be sent to it: %s", exc)
 
     async def _exchange_messages(self) -> None:
         """Connect to Redis, and exchange messages until something fails."""
@@ -364,11 +365,13 @@ class SharedState:
             return
         self._is_up = not trouble
         if trouble:
-            _log.warning("the shared state cannot be reached; this router continues with what it knows: %s", trouble)
+            _log.warning(
+                "Redis (server.shared-state) cannot be reached; this router works without the others: %s", trouble
+            )
             for router in list(self._received_at):
                 self._forget_router(router)
         else:
-            _log.info("the shared state can be reached, so this router exchanges data with the other routers")
+            _log.info("Redis (server.shared-state) can be reached; this router exchanges data with the others")
         self._on_message(["state", trouble])
 
 

@@ -120,7 +120,9 @@ class Discovery:
         is_same = pod is not None and _find_key(pod) == instance.key and _has_fields_of(pod, instance)
         if pod is None or not is_same or pod.state == UNREADY:
             why = "is gone" if pod is None else "is not ready" if pod.state == UNREADY else "has changed"
-            _log.info("%s instance %s is removed: its pod %s %s", instance.role.value, instance.key, name, why)
+            _log.info(
+                "%s instance %s is removed from the router: its pod %s %s", instance.role.value, instance.key, name, why
+            )
             self._registry.remove(instance)
             self._announce_removal(instance)
 
@@ -158,7 +160,7 @@ class Discovery:
         try:
             return await ask_identity(fetch)
         except UpstreamError as exc:
-            raise RegistrationError(f"its server does not report its engine: {exc}") from exc
+            raise RegistrationError(f"the router cannot find out which engine the pod's server runs: {exc}") from exc
         except IdentityHidden as exc:
             raise RegistrationError(f"its server {exc}; set the label kvrouter/engine") from None
 

@@ -83,7 +83,9 @@ def continue_stream(merger: Merger, engine: EngineKind, is_chat: bool) -> dict[s
             limits["max_tokens"] = max(1, _COMPLETION_TOKENS - len(shown))
         return {"prompt": ids, **limits}
     if merger.num_reasoning:
-        raise CannotContinue("the client already has reasoning, and the reasoning parser would start again")
+        raise CannotContinue(
+            "the client already has a part of the reasoning, and the reasoning parser would start again"
+        )
     # If the client has set continue_final_message, its last message is the beginning of the response.
     messages = list(members["messages"])
     given = messages.pop() if members.get("continue_final_message") else {}

@@ -215,7 +215,9 @@ def test_a_wrong_change_of_the_file_has_no_effect_and_is_logged_once(
     router = make_router(api_keys_file=write(keys, "alice: sk-1\n"))
 
     def refusals() -> list[str]:
-        return [record.getMessage() for record in caplog.records if "is not used; the previous" in record.getMessage()]
+        return [
+            record.getMessage() for record in caplog.records if "cannot be used; the previous" in record.getMessage()
+        ]
 
     write(keys, text)
     wait_until(refusals, "the log line")
@@ -225,7 +227,8 @@ def test_a_wrong_change_of_the_file_has_no_effect_and_is_logged_once(
     assert list_models(router, "sk-1") == 401
     (message,) = refusals()
     assert message.startswith(
-        "a changed file of keys or tokens is not used; the previous keys and tokens stay valid: server.api-keys-file "
+        "a changed file of keys or tokens cannot be used; the previous keys and tokens stay valid: "
+        "server.api-keys-file "
     )
     assert "sk-1" not in message
 
@@ -264,7 +267,9 @@ def test_health_shows_the_address_of_redis_only_to_the_admin(tmp_path: Path, mak
     trouble = "Error 111 connecting to 10.9.8.7:6379"
     router.app.link.trouble = trouble
     assert "10.9.8.7" not in router.client.get("/health").text
-    assert router.client.get("/health").json()["shared_state"].startswith("the shared state cannot be reached")
+    assert (
+        router.client.get("/health").json()["shared_state"].startswith("Redis (server.shared-state) cannot be reached")
+    )
     answer = router.client.get("/health", headers={"authorization": "Bearer s3cret"})
     assert answer.json() == {"status": "ok", "shared_state": trouble}
 

@@ -501,5 +501,5 @@ def test_the_largest_publisher_is_removed_if_there_are_too_many_blocks(
     monkeypatch.setattr(kv_events, "MAX_PUBLISHED_BLOCKS", 100)
     publisher.store(*range(101))
     wait_until(lambda: not publishers_of(router), "the removal")
-    assert "publisher 1|default|0, which has the most blocks, is removed: all publishers" in caplog.text
+    assert "publisher 1|default|0, which has the most blocks, is unregistered: all publishers" in caplog.text
     assert ask(router, token_ids=[])["instances"] == {}
