@@ -134,7 +134,9 @@ class ClearWatch:
                 try:
                     self._look(marks)
                 except Exception:
-                    logger.exception("Reading the marks of cleared namespaces failed and is tried again")
+                    logger.exception(
+                        "Reading from the pool which namespaces an operator has cleared failed and is tried again"
+                    )
             marks.close()
 
     def _look(self, marks: ClearMarks) -> None:

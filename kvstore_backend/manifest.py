@@ -160,7 +160,9 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
         raise ManifestError("the manifest is not JSON") from None
     manifest = parse_manifest(value)
     if manifest.digest != digest:
-        raise ManifestError("the manifest's fields have another digest than this namespace")
+        raise ManifestError(
+            f"the manifest belongs to another namespace: its fields have the digest {manifest.digest}, not {digest}"
+        )
     return manifest
 
 
@@ -177,9 +179,11 @@ def parse_manifest(value: object) -> Manifest:
         raise ManifestError(f"the manifest has another version than {_MANIFEST_VERSION}, the only supported version")
     fields, facts = value.get("fields"), value.get("facts")
     if not isinstance(fields, dict) or not fields or not all(_is_field(*item) for item in fields.items()):
-        raise ManifestError(f"the manifest has no fields, or a field is neither a whole number nor {_PLAIN_TEXT}")
+        raise ManifestError(
+            f'the manifest lacks "fields", or a value in it is neither a whole number nor {_PLAIN_TEXT}'
+        )
     if not isinstance(facts, dict) or not all(_is_plain(each) for item in facts.items() for each in item):
-        raise ManifestError(f"the manifest has no facts, or a fact is not {_PLAIN_TEXT}")
+        raise ManifestError(f'the manifest lacks "facts", or a name or value in it is not {_PLAIN_TEXT}')
     block_format, written_at = value.get("block_format"), value.get("written_at")
     if type(block_format) is not int or not _is_plain(written_at):
         raise ManifestError("the manifest lacks block_format (a number) or written_at (a time)")

@@ -97,7 +97,11 @@ def write_manifest(store: StorageBackend, manifest: Manifest) -> bool:
             status = _put_bytes(store, key, encode_manifest(replace(manifest, written_at=now)))
             logger.debug("the manifest of namespace %s was put: %s", manifest.digest, status.value)
     except Exception as exc:  # the pool can be used without a manifest
-        logger.warning("The manifest of namespace %s cannot be written: %s", manifest.digest, exc)
+        logger.warning(
+            "The manifest (description) of namespace %s cannot be written to the pool, which works without it: %s",
+            manifest.digest,
+            exc,
+        )
         return False
     return status is Status.OK
 

@@ -359,7 +359,9 @@ class Transfers:
             else:
                 self._post(lambda: transfer.on_end(outcome))
         except Exception:
-            logger.exception("The engine did not accept the end of a transfer of %d blocks", len(transfer.blocks))
+            logger.exception(
+                "The engine failed when it was told that a transfer of %d blocks has ended", len(transfer.blocks)
+            )
         if transfer.set_aside is not None:
             self._await_late_calls(transfer, transfer.set_aside)
 

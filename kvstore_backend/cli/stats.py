@@ -369,6 +369,6 @@ def _parse_seconds(text: str) -> float:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds from 0.1 to 3600; write CONFIG before --watch"
+            f"{text!r} is not a number of seconds from 0.1 to 3600; if it is the configuration, write it before --watch"
         )
     return seconds

@@ -157,7 +157,7 @@ class FastDeployClient(PooledClient):
                 try:
                     model = self._read_namespace().model
                 except ConfigError as exc:
-                    logger.warning("The model's new weights cannot be read yet: %s", exc)
+                    logger.warning("The model's new weights cannot be read yet, so the pool is not used: %s", exc)
                     return None
             logger.info("The model's weights have changed: %s", version)
             pool.move_to(replace(pool.namespace, model=model, weights_version=version))

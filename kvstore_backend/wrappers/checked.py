@@ -274,7 +274,11 @@ class CheckedBackend(Wrapper):
     def _reject_block(self, key: str, reason: str) -> None:
         with self._lock:
             self.rejected[reason] += 1
-        logger.warning("A block read from the pool failed its check (wrong %s) and is not used: %s", reason, key)
+        logger.warning(
+            "A block read from the pool failed its check (wrong %s); it is used only if a second read succeeds: %s",
+            reason,
+            key,
+        )
 
 
 class _Fault(NamedTuple):

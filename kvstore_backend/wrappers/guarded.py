@@ -425,7 +425,7 @@ class GuardedBackend(StorageBackend):
         if self._trouble is None:
             self._trouble, self._since = trouble, time.monotonic()
             self.times_opened += 1
-            logger.warning("The pool is not used until it recovers: %s", trouble)
+            logger.warning("Calls to the pool have failed, so none are sent until a probe succeeds: %s", trouble)
             self._changed.notify_all()
 
     def _run_keeper(self) -> None:
@@ -448,7 +448,9 @@ class GuardedBackend(StorageBackend):
         while self._may_try():
             trouble, least_pause = self._try_store()
             if self._close_breaker_unless(trouble):
-                logger.info("The pool is used again after %.1f s: %r", time.monotonic() - self._since, self._store)
+                logger.info(
+                    "The pool can be used, after %.1f s without it: %r", time.monotonic() - self._since, self._store
+                )
                 return
             if trouble and trouble != logged:
                 logger.warning("The pool cannot be used and will be tried again: %s", trouble)

@@ -89,16 +89,23 @@ def call_after_late_calls(stack: StorageBackend, take_back: Callable[[], None]) 
     def wait() -> None:
         while not stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
             logger.warning(
-                "A call to the pool that missed its deadline has been running for over %g s",
+                "A call to the pool that missed its deadline has been running for over %g s; until it ends, the memory "
+                "of its blocks cannot be used",
                 _WARN_AFTER_SECONDS,
             )
         try:
             take_back()
         except Exception:
-            logger.exception("The memory of a call to the pool that missed its deadline could not be made usable again")
+            logger.exception(
+                "The memory of a call to the pool that missed its deadline could not be released after the call"
+            )
 
     try:
         threading.Thread(target=wait, name="pool-late-calls", daemon=True).start()
     except RuntimeError as exc:
         _NEVER_CALLED.append(take_back)
-        logger.error("No thread can wait for a late call to the pool, so its memory is never used again: %s", exc)
+        logger.error(
+            "No thread can be started to wait for a call to the pool that missed its deadline, so the memory of its "
+            "blocks stays reserved until this process ends; check the limit of threads: %s",
+            exc,
+        )

@@ -76,7 +76,9 @@ def read_instance(address: str) -> Manifest:
     try:
         return parse_manifest(content.get("manifest"))
     except ManifestError as exc:
-        raise PoolUnavailable(f"the instance at {address} reports no valid manifest of its namespace: {exc}") from None
+        raise PoolUnavailable(
+            f"the instance at {address} reports no valid manifest (description) of its namespace: {exc}"
+        ) from None
 
 
 def read_cache(address: str) -> CacheState:

@@ -91,7 +91,7 @@ def _row_of(row: dict[str, Any]) -> tuple[object, ...]:
 
 def _print_manifest(row: dict[str, Any]) -> None:
     if row["manifest"] is None:
-        print(f"\nthe pool has no manifest of namespace {row['namespace']}")
+        print(f"\nthe pool has no manifest (description) of namespace {row['namespace']}")
         return
     print(f"\nmanifest of namespace {row['namespace']}, first written {row['manifest']['written_at'] or '(unknown)'}")
     for name, value in {**row["manifest"]["facts"], **row["manifest"]["fields"]}.items():

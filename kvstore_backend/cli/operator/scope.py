@@ -101,7 +101,7 @@ def add_scope_arguments(parser: argparse.ArgumentParser, *, verb: str) -> None:
         "--block-size",
         type=int,
         metavar="N",
-        help="tokens in a block; needed if the pool has no manifest of the namespace",
+        help="tokens in a block; needed if the pool has no manifest (description) of the namespace",
     )
 
 
@@ -184,7 +184,8 @@ def _scope_of_prefix(
     size = block_size or (manifest.block_size if manifest else 0)
     if size <= 0:
         raise ConfigError(
-            f"the pool has no manifest of namespace {digest}; also give --block-size, the tokens in a block"
+            f"the pool has no manifest (description) of namespace {digest}; also give --block-size, the tokens in a "
+            "block"
         )
     try:
         hashes = extend_block_hashes([], tokens, size, root_hash(salt))

@@ -79,9 +79,9 @@ def _find_manifest(name: str, catalogue: Catalogue) -> Manifest:
         return entries[0].manifest
     if len(entries) == 1:
         raise ConfigError(
-            f"namespace {entries[0].digest} has no valid manifest in the pool: the instances of this namespace have "
-            "ended, or run an older version of this software; compare the instances themselves with --between "
-            "HOST:PORT HOST:PORT"
+            f"namespace {entries[0].digest} has no valid manifest (description) in the pool: the instances of this "
+            "namespace have ended, or run an older version of this software; compare the instances themselves with "
+            "--between HOST:PORT HOST:PORT"
         )
     if not catalogue.namespaces:
         others = f"; the {catalogue.others} keys in it are of other software" if catalogue.others else ""

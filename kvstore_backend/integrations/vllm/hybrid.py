@@ -102,7 +102,8 @@ class HybridSchedulerHalf(SchedulerHalf):
             for group, missing in zip(self._groups, resume.missing, strict=True):
                 self._counts.add_operation(group.name.replace(" ", "_"), missing=missing)
             logger.info(
-                "A hit is shorter than the prefix of which all full-attention blocks were found: %s",
+                "Fewer tokens can be loaded than the pool has full-attention blocks for, because it lacks blocks of "
+                "other groups of layers: %s",
                 resume.describe(self._groups),
             )
         return _Found((resume.num_tokens - first) // self._block_size, None)

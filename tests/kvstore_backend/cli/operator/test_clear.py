@@ -110,7 +110,7 @@ def test_blocks_that_arrive_in_the_next_seconds_are_also_removed_and_counted(
         (["--namespace", FIRST.digest, "--prefix", "text"], "a text needs a tokenizer; give --model FOLDER"),
         (
             ["--namespace", "0" * 32, "--tokens", "1"],
-            f"the pool has no manifest of namespace {'0' * 32}; also give --block-size",
+            f"the pool has no manifest (description) of namespace {'0' * 32}; also give --block-size",
         ),
         (["--all", "--namespace", FIRST.digest], "--all removes the blocks of all namespaces; leave out --all"),
         (["--all", "--tenant", "a"], "--tenant is 'a', but a file pool has no tenants"),
