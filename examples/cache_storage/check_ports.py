@@ -40,13 +40,13 @@ def is_served(port: int) -> bool:
 def become_free(name: str, port: int) -> bool:
     """Wait until the port is free; return False if a server listens on it, or if it is still in use at the deadline."""
     give_up = time.monotonic() + CLOSED_CONNECTION
-    said = False
+    printed = False
     while not can_be_bound(port):
         if is_served(port) or time.monotonic() > give_up:
             return False
-        if not said:
-            print(f"waiting for port {port}, wanted for {name}: a closed connection still holds it", flush=True)
-            said = True
+        if not printed:
+            print(f"waiting for port {port}, wanted for {name}: a closed connection still uses it", flush=True)
+            printed = True
         time.sleep(0.5)
     return True
 
@@ -57,11 +57,11 @@ def describe_user(port: int) -> str:
     if pid is None:
         return "; ss -tanp shows the process"
     command = read_command(pid)
-    told = f" by process {pid} ({command[:120]})" if command else f" by process {pid}"
+    process = f" by process {pid} ({command[:120]})" if command else f" by process {pid}"
     for parent in list_parents(pid):
         if (script := re.search(r"run\w*\.sh", read_command(parent))) is not None:
-            return f"{told}, of {script[0]} (process {parent}): end that first, with Ctrl-C or kill {parent}"
-    return f"{told}: end that first, or take other ports"
+            return f"{process}, of {script[0]} (process {parent}): end that first, with Ctrl-C or kill {parent}"
+    return f"{process}: end that first, or take other ports"
 
 
 def find_listener(port: int) -> int | None:

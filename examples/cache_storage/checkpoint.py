@@ -19,7 +19,7 @@ LONGEST = 32768
 
 
 def positions(config: dict[str, Any]) -> int:
-    """Return the number of positions that the model supports, or ``LONGEST`` if the checkpoint does not say it.
+    """Return the number of positions that the model supports, or ``LONGEST`` if the checkpoint does not have it.
 
     With ``longrope``, it is the length for which the RoPE is not scaled.
     """
@@ -33,16 +33,16 @@ def positions(config: dict[str, Any]) -> int:
 
 def main() -> None:
     """Print the folder or the length."""
-    what, model = sys.argv[1:]
+    command, model = sys.argv[1:]
     try:
-        if what == "folder":
+        if command == "folder":
             print(find_checkpoint(model))
         else:
             print(min(LONGEST, positions(json.loads((Path(model) / "config.json").read_bytes()))))
     except ConfigError as exc:
         sys.exit(f"MODEL_NAME={model}: {exc}")
     except (OSError, ValueError):
-        print(LONGEST)  # the instances report what is wrong with the checkpoint
+        print(LONGEST)  # the instances report the error in the checkpoint
 
 
 if __name__ == "__main__":

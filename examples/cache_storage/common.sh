@@ -1,9 +1,10 @@
-# Shared by run.sh, run_pd_storage.sh, run_ha.sh and run_router_ha.sh: set up, start, wait, stop. To be sourced.
-# shellcheck shell=bash disable=SC2034  # what looks unused is used by the scripts that source this
+# Functions of run.sh, run_pd_storage.sh, run_ha.sh and run_router_ha.sh, which source this file.
+# shellcheck shell=bash disable=SC2034  # these scripts use variables that are unused here
 
 HERE=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(CDPATH='' cd "$HERE/../.." && pwd)
-PYTHON=${KVSTORE_PYTHON:-$ROOT/.venv/bin/python} # one that has all that is needed, where scripts/setup cannot fetch it
+# KVSTORE_PYTHON may name a Python with all packages, for a machine where scripts/setup cannot download them.
+PYTHON=${KVSTORE_PYTHON:-$ROOT/.venv/bin/python}
 SMALL_MODEL=$ROOT/.cache/models/kvstore-tiny-qwen2
 FASTDEPLOY_PAGE=https://paddlepaddle.github.io/FastDeploy/get_started/installation/nvidia_gpu/
 FASTDEPLOY_INDEX=https://www.paddlepaddle.org.cn/packages/stable/cu126/
@@ -12,17 +13,17 @@ MASTER_PORT=15001
 METADATA_PORT=15002
 METRICS_PORT=15003
 DASHBOARD_PORT=52790
-BESIDE_PORT=52780 # of the router that the dashboard of an example without one has
-# Where Mooncake's clients listen, at random; without these it is 15000 to 17000, and one may have the master's port.
+ADDED_ROUTER_PORT=52780 # of the router that is started for the dashboard if an example has none
+# The range in which Mooncake's clients choose ports. Its default, 15000 to 17000, contains the master's ports.
 export MC_MIN_RPC_PORT=${MC_MIN_RPC_PORT:-17200} MC_MAX_RPC_PORT=${MC_MAX_RPC_PORT:-19999}
 
 START_DEADLINE=300 # seconds; a large model needs minutes to load
 STOP_DEADLINE=15   # seconds from TERM to KILL
-LONGEST_PROMPT=2304 # tokens, with the answer; verify.py has the prompts
+LONGEST_PROMPT=2304 # tokens of prompt and answer; verify.py has the prompts
 
 DRY_RUN=no
 say() {
-    # What a dry run prints can be pasted into a shell.
+    # The output of a dry run can be pasted into a shell.
     if [ "$DRY_RUN" = no ]; then printf '%s\n' "$*"; elif [ -n "$*" ]; then printf '# %s\n' "$*"; fi
 }
 die() {
@@ -40,9 +41,9 @@ parse_arguments() {
             --dry-run) DRY_RUN=yes ;;
             -h | --help)
                 say "usage: $(basename "$0") [--keep] [--dashboard] [--dry-run]"
-                say "  --keep        leave everything running until Ctrl-C"
-                say "  --dashboard   show in a browser what happens; with --keep the page stays"
-                say "  --dry-run     print the commands with their environment, and start nothing"
+                say "  --keep        keep all processes running until Ctrl-C"
+                say "  --dashboard   also start the dashboard, a page for a browser"
+                say "  --dry-run     print the commands with their environment, and do not run them"
                 say "environment: MODEL_NAME=/path/to/model|ORGANISATION/NAME MAX_MODEL_LEN=tokens DEVICE=auto|cpu|cuda"
                 say "             ENGINE=kvstore|fastdeploy ROUTER=kvstore|fastdeploy"
                 say "             MOONCAKE_PROTOCOL=tcp|rdma FD_DEBUG=1"
@@ -54,40 +55,40 @@ parse_arguments() {
     done
 }
 
-# prepare NAME=PORT...: everything that comes before the first start; what costs nothing to check comes first.
+# prepare NAME=PORT...: does everything that is necessary before the first start, the cheap checks first.
 prepare() {
     if [[ ${MODEL_NAME-} == */* && -e ${MODEL_NAME-} ]]; then
         MODEL_NAME=$(realpath "$MODEL_NAME")
     fi
-    cd "$HERE" || exit # so that no package of the user's folder stands in for one of ours
+    cd "$HERE" || exit # otherwise Python may import packages from the user's folder instead of ours
     choose_engine
     choose_model
     check_machine
     if [ "$DASHBOARD" = yes ]; then
-        [ "$ROUTER" = kvstore ] || die "ROUTER=$ROUTER --dashboard: the dashboard shows our own router; leave one of both out"
-        set -- "$@" "dashboard=$DASHBOARD_PORT" "the dashboard's router=$BESIDE_PORT"
+        [ "$ROUTER" = kvstore ] || die "ROUTER=$ROUTER --dashboard: the dashboard needs our own router; remove one of both"
+        set -- "$@" "dashboard=$DASHBOARD_PORT" "the dashboard's router=$ADDED_ROUTER_PORT"
     fi
     if [ "$DRY_RUN" = no ]; then
         [ -n "${KVSTORE_PYTHON-}" ] || "$ROOT/scripts/setup"
         "$PYTHON" check_ports.py "$@" || exit
-        # The ports of one example may be free while another one runs, whose logs would be removed here.
+        # Another example with other ports may run, and needs its logs, which would be removed below.
         mkdir -p "$ROOT/.cache"
         exec 9>"$ROOT/.cache/example.lock"
         flock -n 9 || die "another example runs in this checkout: end it first, with Ctrl-C"
     else
         printf 'cd %q\n\n' "$HERE"
     fi
-    find_model # before the proxies are gone: FastDeploy may download it
-    # Everything here talks to this machine, and neither curl nor Mooncake should ask a proxy for it; curl -q reads no
-    # ~/.curlrc, which may name one, too.
+    find_model # before the proxies are unset: FastDeploy may download it
+    # All connections are on this machine, so curl and Mooncake must not use a proxy. curl -q ignores ~/.curlrc, which
+    # may name one, too.
     unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
     [ "$DRY_RUN" = yes ] || rm -rf log_*
     choose_transfer
-    # Ours all stand on loopback; by itself Mooncake looks for another interface's address, and fails without one.
+    # Our processes use loopback. Without this, Mooncake looks for another interface, and fails if there is none.
     if [ "$ENGINE" = kvstore ]; then
         export MC_TCP_BIND_ADDRESS=127.0.0.1
     fi
-    # One GPU for each instance, as far as there are any.
+    # Instances use the GPUs in turn, if there are any.
     if [ -n "${CUDA_VISIBLE_DEVICES-}" ]; then
         IFS=, read -ra DEVICES <<<"$CUDA_VISIBLE_DEVICES"
     else
@@ -95,7 +96,7 @@ prepare() {
     fi
 }
 
-# Ends with a sentence where our engine would refuse a setting only after some seconds.
+# Ends with an error if our engine would refuse a setting later.
 check_machine() {
     case ${FD_DEBUG:-0} in
         0 | 1) ;;
@@ -121,7 +122,7 @@ python_with() {
     return 1
 }
 
-# Sets INSTANCE and ROUTER_COMMAND: ours, unless FastDeploy can be imported or is asked for.
+# Sets INSTANCE and ROUTER_COMMAND. The defaults are FastDeploy's engine if it can be imported, else ours, and our router.
 choose_engine() {
     FASTDEPLOY=$(python_with fastdeploy) || FASTDEPLOY=
     : "${ENGINE:=$([ -n "$FASTDEPLOY" ] && echo fastdeploy || echo kvstore)}"
@@ -132,7 +133,7 @@ choose_engine() {
         FASTDEPLOY=python
     fi
     case $ENGINE in
-        # FastDeploy registers this machine's outside address, so what it starts must listen there, too.
+        # FastDeploy registers this machine's outside address, so its processes must listen there, too.
         kvstore)
             INSTANCE=("$PYTHON" -m engine.api_server --host 127.0.0.1 --device "${DEVICE:-auto}") LISTEN=127.0.0.1
             KEYS_PER_BLOCK=1
@@ -151,13 +152,13 @@ choose_engine() {
     esac
 }
 
-# FastDeploy loads our plugin where FD_PLUGINS names it, and moves its blocks by our backend then.
+# FastDeploy loads our plugin if FD_PLUGINS names it, and then stores its blocks through our backend.
 put_backend_under_fastdeploy() {
     local look='import sys; from importlib.metadata import entry_points as e
 import kvstore_backend.integrations.fastdeploy
 sys.exit(not e(group="fastdeploy.tool_parser_plugins", name="kvstore"))'
     if [ "$DRY_RUN" = no ] && ! "$FASTDEPLOY" -c "$look" 2>/dev/null; then
-        die "ENGINE=fastdeploy: our backend is not beside FastDeploy; install it there with:" \
+        die "ENGINE=fastdeploy: the environment of FastDeploy lacks our backend; install it with:" \
             "$FASTDEPLOY -m pip install '$ROOT[mooncake-cuda]' (with CUDA 13: '$ROOT[mooncake-cuda13]')"
     fi
     case ,${FD_PLUGINS-}, in
@@ -169,7 +170,7 @@ sys.exit(not e(group="fastdeploy.tool_parser_plugins", name="kvstore"))'
 
 choose_model() {
     if [[ -n ${MAX_MODEL_LEN-} && ! $MAX_MODEL_LEN =~ ^[1-9][0-9]*$ ]]; then
-        die "MAX_MODEL_LEN=$MAX_MODEL_LEN is no number of tokens, such as 8192"
+        die "MAX_MODEL_LEN=$MAX_MODEL_LEN is not a number of tokens, such as 8192"
     fi
     if [ "${MAX_MODEL_LEN:-$LONGEST_PROMPT}" -lt "$LONGEST_PROMPT" ]; then
         die "MAX_MODEL_LEN=$MAX_MODEL_LEN is too short for the prompts of this script; set at least $LONGEST_PROMPT," \
@@ -188,7 +189,7 @@ choose_model() {
 
 is_hub_name() { [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*$ ]]; }
 
-# Sets MODEL_NAME to the checkpoint's folder, which every process is told, and MAX_MODEL_LEN to the length it is made for.
+# Sets MODEL_NAME to the folder of the checkpoint, and MAX_MODEL_LEN to the length that the model supports.
 find_model() {
     make_model
     if is_hub_name "$MODEL_NAME" && [ ! -d "$MODEL_NAME" ]; then
@@ -206,7 +207,7 @@ find_hub_model() {
     elif "$PYTHON" checkpoint.py folder "$MODEL_NAME" 2>/dev/null; then
         return
     elif [ "$DRY_RUN" = yes ]; then
-        echo "${FD_MODEL_CACHE:-$HOME}/${MODEL_NAME/#baidu\//PaddlePaddle/}" # where it will be
+        echo "${FD_MODEL_CACHE:-$HOME}/${MODEL_NAME/#baidu\//PaddlePaddle/}" # the folder of the later download
     else
         "$FASTDEPLOY" -c 'import sys; from fastdeploy.utils import retrive_model_from_server as find
 print(find(sys.argv[1]))' "$MODEL_NAME" | tail -n 1
@@ -215,11 +216,11 @@ print(find(sys.argv[1]))' "$MODEL_NAME" | tail -n 1
 
 make_model() {
     [ "$MODEL_NAME $DRY_RUN" = "$SMALL_MODEL no" ] || return 0
-    say "MODEL_NAME is not set: taking a small model with random weights. Its compute is real, its words are not."
+    say "MODEL_NAME is not set: the instances use a small model with random weights, so its answers have no meaning."
     "$PYTHON" -m engine.make_model --output "$SMALL_MODEL"
 }
 
-# Sets TRANSFER, how prefill hands over to decode, in FastDeploy's words: rdma, or ipc within one machine.
+# Sets TRANSFER, FastDeploy's name for the way in which prefill transfers KV to decode: rdma, or ipc on one machine.
 choose_transfer() {
     local rdma
     rdma=$(ls /sys/class/infiniband 2>/dev/null) || true
@@ -227,17 +228,17 @@ choose_transfer() {
         rdma) TRANSFER=rdma ;;
         *) TRANSFER=ipc ;;
     esac
-    # Ours finds out by itself; FastDeploy takes rdma for the pool unless it is told.
+    # Our engine chooses the pool's protocol itself; FastDeploy's default is rdma.
     if [ "$ENGINE $TRANSFER" = "fastdeploy ipc" ]; then
         export MOONCAKE_PROTOCOL=tcp
     fi
 }
 
-# --- what is started is stopped -------------------------------------------------------------------------------
+# --- start and stop of processes ------------------------------------------------------------------------------
 
-declare -A pids=() # of everything that was started and not stopped, by name
+declare -A pids=() # the running processes by name
 WATCHED=           # process that "watched" waits for
-EXPENDABLE=        # names of those that may end without the others
+EXPENDABLE=        # names of processes that may end before the script does
 
 trap stop_all EXIT
 trap 'exit 129' HUP
@@ -245,7 +246,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 stop_all() {
-    trap '' INT TERM HUP # a second Ctrl-C must not leave anything behind
+    trap '' INT TERM HUP # a second Ctrl-C must not prevent the cleanup
     [ -z "$WATCHED" ] || kill -TERM -- "-$WATCHED" 2>/dev/null || true
     local name others=() pool=()
     for name in "${!pids[@]}"; do
@@ -255,10 +256,10 @@ stop_all() {
         esac
     done
     stop "${others[@]}"
-    stop "${pool[@]}" # last: the others say goodbye to it
+    stop "${pool[@]}" # last, because the others use it until their end
 }
 
-# start NAME COMMAND...: in the background and a process group of its own, its output in log_NAME/nohup.
+# start NAME COMMAND...: runs a command in the background, in its own process group, with its output in log_NAME/nohup.
 start() {
     local name=$1
     shift
@@ -271,7 +272,7 @@ start() {
     pids[$name]=$!
 }
 
-# print_command COMMAND...: as a line for a shell, with the variables that its programs read.
+# print_command COMMAND...: prints the command and the environment variables that it reads, as a line for a shell.
 print_command() {
     local name line
     for name in $(compgen -e | grep -E '^(FD_|MOONCAKE_|MC_|KVSTORE_|CUDA_VISIBLE_DEVICES$)'); do
@@ -281,7 +282,7 @@ print_command() {
     printf '%s\n\n' "${line% }"
 }
 
-# print_pool_settings: what clients of the pool need of this environment, as lines for a shell.
+# Prints the environment variables that clients of the pool need, as lines for a shell.
 print_pool_settings() {
     local name
     for name in $(compgen -e | grep -E '^(MOONCAKE_|MC_)'); do
@@ -291,7 +292,7 @@ print_pool_settings() {
 
 alive() { kill -0 "${pids[$1]}" 2>/dev/null; }
 
-# stop NAME...: TERM to each; at the deadline KILL to the group of whatever is still there.
+# stop NAME...: sends TERM to each process, and KILL to its process group after its end or at the deadline.
 stop() {
     local name deadline=$((SECONDS + STOP_DEADLINE))
     [ "$DRY_RUN" = no ] || return 0
@@ -308,27 +309,27 @@ stop() {
     done
 }
 
-# give_up NAME WHAT: ends the script with the end of NAME's log.
+# give_up NAME REASON: shows the end of NAME's log and ends the script.
 give_up() {
     tail -n 10 "log_$1/nohup" >&2
     die "$1 $2; the lines above are the end of its log, $HERE/log_$1/nohup"
 }
 
-# Ends the script if something that should run has ended by itself.
+# Ends the script if a process has ended that should run.
 check_alive() {
     local name
     for name in "${!pids[@]}"; do
         if [[ " $EXPENDABLE " != *" $name "* ]] && ! alive "$name"; then
-            give_up "$name" "ended by itself"
+            give_up "$name" "ended unexpectedly"
         fi
     done
 }
 
-# wait_for NAME URL [PATTERN]: until URL answers 200 and its answer matches PATTERN.
+# wait_for NAME URL [PATTERN]: waits until URL responds with 200 and a text that matches PATTERN.
 wait_for() {
     [ "$DRY_RUN" = no ] || return 0
     local name=$1 url=$2 pattern=${3-} answer deadline=$((SECONDS + START_DEADLINE))
-    # From a port that none of ours may be waiting to listen on: see check_ports.py.
+    # The client ports differ from all ports that our processes listen on: see check_ports.py.
     until answer=$(curl -qsf --max-time 2 --local-port 61000-65535 "$url") && [[ $answer =~ $pattern ]]; do
         check_alive
         [ $SECONDS -lt $deadline ] || give_up "$name" "is not ready after $START_DEADLINE s"
@@ -336,13 +337,13 @@ wait_for() {
     done
 }
 
-# watched COMMAND...: in the foreground, but it ends with Ctrl-C at once, and when a started process dies.
+# watched COMMAND...: runs a command and waits for its end. It also ends after Ctrl-C, and if a started process ends.
 watched() {
     if [ "$DRY_RUN" = yes ]; then
         print_command "$@"
         return
     fi
-    setsid "$@" 9>&- & # with what it starts itself, it can then be ended as a group
+    setsid "$@" 9>&- & # its own process group, to end it together with its children
     WATCHED=$!
     while kill -0 "$WATCHED" 2>/dev/null; do
         check_alive
@@ -354,11 +355,11 @@ watched() {
 
 # --- the parts ------------------------------------------------------------------------------------------------
 
-# Prints where mooncake_master lies: beside the Python that has Mooncake, or on the PATH.
+# Prints the path of mooncake_master: in the folder of PYTHON, or else on the PATH.
 find_master() {
-    local beside
-    beside=$(dirname "$PYTHON")/mooncake_master
-    if [ -x "$beside" ] || ! command -v mooncake_master; then echo "$beside"; fi
+    local installed
+    installed=$(dirname "$PYTHON")/mooncake_master
+    if [ -x "$installed" ] || ! command -v mooncake_master; then echo "$installed"; fi
 }
 
 start_master() {
@@ -369,14 +370,14 @@ start_master() {
     wait_for master "http://127.0.0.1:$METRICS_PORT/health"
 }
 
-# start_instance NAME INDEX PORT FLAGS...: INDEX picks the GPU where there are any.
+# start_instance NAME INDEX PORT FLAGS...: INDEX chooses the GPU if there are any.
 start_instance() {
     local name=$1 index=$2 port=$3 device=()
     shift 3
     if [ ${#DEVICES[@]} -gt 0 ]; then
         device=("CUDA_VISIBLE_DEVICES=${DEVICES[index % ${#DEVICES[@]}]}")
     fi
-    # Several may start at once on one GPU, and each counts what is free then.
+    # Several instances may start at once on one GPU, and each measures the free memory at that time.
     if [ ${#DEVICES[@]} -eq 1 ]; then
         set -- --gpu-memory-utilization 0.3 "$@"
     fi
@@ -385,8 +386,8 @@ start_instance() {
         --max-model-len "${MAX_MODEL_LEN:-32768}" --max-num-seqs 32 "$@"
 }
 
-# start_dashboard ROUTER_PORT METRICS_PORTS...: with --dashboard, the page that shows what that router, its instances and
-# the pool's masters do.
+# start_dashboard ROUTER_PORT METRICS_PORTS...: with --dashboard, starts the dashboard for a router, its instances and
+# the pool's masters.
 start_dashboard() {
     local port pools=()
     [ "$DASHBOARD" = yes ] || return 0
@@ -401,20 +402,20 @@ start_dashboard() {
     say ""
 }
 
-# start_dashboard_beside METRICS_PORTS...: the same for an example that needs no router: its instances join one with the
-# flags in REGISTER, so that the page can show them and talk to them.
-start_dashboard_beside() {
+# start_router_and_dashboard METRICS_PORTS...: the same for an example without a router. It also starts a router; with
+# the flags in REGISTER the instances register there, so that the dashboard can show them.
+start_router_and_dashboard() {
     REGISTER=()
     [ "$DASHBOARD" = yes ] || return 0
-    say "starting a router for the dashboard (port $BESIDE_PORT)"
-    start router "${ROUTER_COMMAND[@]}" --port "$BESIDE_PORT"
-    wait_for router "http://127.0.0.1:$BESIDE_PORT/registered_number"
-    REGISTER=(--router "0.0.0.0:$BESIDE_PORT")
-    start_dashboard "$BESIDE_PORT" "$@"
+    say "starting a router for the dashboard (port $ADDED_ROUTER_PORT)"
+    start router "${ROUTER_COMMAND[@]}" --port "$ADDED_ROUTER_PORT"
+    wait_for router "http://127.0.0.1:$ADDED_ROUTER_PORT/registered_number"
+    REGISTER=(--router "0.0.0.0:$ADDED_ROUTER_PORT")
+    start_dashboard "$ADDED_ROUTER_PORT" "$@"
 }
 
-# keep PORT OTHER INSTANCES_PORTS...: shows how to go on by hand, and waits for Ctrl-C. What is asked at PORT is read from
-# the pool when it is asked at OTHER afterwards.
+# keep PORT OTHER INSTANCES_PORTS...: prints commands to try, and waits for Ctrl-C. A prompt that was sent to PORT is
+# loaded from the pool when it is sent to OTHER.
 keep() {
     local name port instances=()
     [ "$DRY_RUN" = no ] || return 0
@@ -423,11 +424,11 @@ keep() {
         instances+=("127.0.0.1:$port")
     done
     say ""
-    say "Everything is left running. From another terminal, ask the same here and there:"
+    say "All processes keep running. In another terminal, send the same question to both ports:"
     for port in "$1" "$2"; do
         say "  curl http://127.0.0.1:$port/v1/chat/completions -H 'Content-Type: application/json' -d @$HERE/question.json"
     done
-    say "The second answer's prompt comes from the pool, as its usage and the instances' logs say:"
+    say "The second prompt comes from the pool: see the usage in the response and the instances' logs:"
     say "  grep storage_cache_token_num $HERE/log_*/api_server.log"
     say "To look at the pool:"
     say "  . $ROOT/.venv/bin/activate"
@@ -441,7 +442,7 @@ keep() {
     while [ ${#pids[@]} -gt 0 ]; do
         for name in "${!pids[@]}"; do
             alive "$name" && continue
-            say "$name ended; the others go on"
+            say "$name ended; the other processes keep running"
             unset "pids[$name]"
         done
         sleep 0.5

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Two standalone instances that share one Mooncake pool: what the first computes, the second reads. Exits 0 only
-# if the second read whole prompts of 2,000 tokens from the pool, gave the same answers as the first, and, for a model
-# that needs more than 0.5 s to compute such a prompt, gave its first token at least 5 times sooner.
+# Two standalone instances that share one Mooncake pool: the second loads the blocks that the first computed. Exits 0
+# only if the second loads whole prompts of 2,000 tokens from the pool and gives the same answers as the first. If the
+# model needs more than 0.5 s to compute such a prompt, the second's first token must also come at least 5 times sooner.
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh
@@ -19,7 +19,7 @@ say "=== Two instances, one pool ==="
 export MOONCAKE_CONFIG_PATH=$HERE/mooncake_config.json
 
 start_master
-start_dashboard_beside "$METRICS_PORT"
+start_router_and_dashboard "$METRICS_PORT"
 start_instance instance_0 0 "$PORT_0" --kvcache-storage-backend mooncake "${REGISTER[@]}"
 start_instance instance_1 1 "$PORT_1" --kvcache-storage-backend mooncake "${REGISTER[@]}"
 wait_for instance_0 "http://127.0.0.1:$PORT_0/health"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Two instances that share a Mooncake pool with three masters, of which one leads, elected through etcd. The leader is
-# killed while an answer is being generated. Exits 0 only if no request went without its answer, a brand-new prompt was
-# afterwards computed by one instance and read from the pool, through the new leader, by the other, and so was one that
-# had been stored before: the masters write to etcd what is stored where (docs/pool_survival.md says how long that goes).
+# Two instances that share a Mooncake pool with three masters; etcd elects the leader. The script kills the leader while
+# an answer is generated. It exits 0 only if every request gets its answer, and if afterwards, through the new leader, one
+# instance loads a new prompt that the other computed, and a prompt that was stored before. For the latter, the masters
+# write an operation log to etcd (docs/pool_survival.md has its limits).
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# FastDeploy's own ports for this: etcd 12379 and 12380, master i on 808i with its metrics on 909i.
+# These are the ports of FastDeploy's examples: etcd 12379 and 12380, master i 808i with its metrics at 909i.
 ETCD_PORT=12379
 ETCD_PEER_PORT=12380
 RPC_PORTS=(8081 8082 8083)
@@ -17,12 +17,12 @@ PORT_0=52700
 PORT_1=52800
 CLUSTER_ID=mooncake_cluster
 
-# Sets ETCD. The package is unpacked, not installed: installing it would start an etcd of the system's own.
+# Sets ETCD. The package is only unpacked, because an installation would start etcd as a system service.
 find_etcd() {
     local folder=$ROOT/.cache/etcd
     ETCD=$(command -v etcd || echo "$folder/usr/bin/etcd")
     [ ! -x "$ETCD" ] && [ "$DRY_RUN" = no ] || return 0
-    say "fetching etcd (Debian's etcd-server) into $folder"
+    say "downloading etcd (Debian's etcd-server) into $folder"
     mkdir -p "$folder"
     (
         cd "$folder"
@@ -53,7 +53,7 @@ start_masters() {
             --rpc_address=127.0.0.1 --rpc_port="${RPC_PORTS[i]}" \
             --metrics_host=127.0.0.1 --metrics_port="${METRICS_PORTS[i]}"
         EXPENDABLE+=" master_$((i + 1))"
-        [ "$DRY_RUN" = yes ] || disown "${pids[master_$((i + 1))]}" # one will be killed, and bash would announce that
+        [ "$DRY_RUN" = yes ] || disown "${pids[master_$((i + 1))]}" # one will be killed, and bash would print a message
     done
     for i in 0 1 2; do
         wait_for "master_$((i + 1))" "http://127.0.0.1:${METRICS_PORTS[i]}/health" '"leader_address":"'
@@ -68,7 +68,7 @@ find_etcd
 
 say ""
 say "=== Two instances, one pool, three masters ==="
-unset MOONCAKE_CONFIG_PATH # a file would win over these
+unset MOONCAKE_CONFIG_PATH # a file would override these variables
 export MOONCAKE_MASTER_SERVER_ADDR=etcd://127.0.0.1:$ETCD_PORT
 export MOONCAKE_METADATA_SERVER=P2PHANDSHAKE
 export MOONCAKE_GLOBAL_SEGMENT_SIZE=${MOONCAKE_GLOBAL_SEGMENT_SIZE:-1000000000}
@@ -76,7 +76,7 @@ export MC_STORE_CLUSTER_ID=$CLUSTER_ID
 
 start_etcd
 start_masters
-start_dashboard_beside "${METRICS_PORTS[@]}"
+start_router_and_dashboard "${METRICS_PORTS[@]}"
 start_instance instance_0 0 "$PORT_0" --kvcache-storage-backend mooncake "${REGISTER[@]}"
 start_instance instance_1 1 "$PORT_1" --kvcache-storage-backend mooncake "${REGISTER[@]}"
 wait_for instance_0 "http://127.0.0.1:$PORT_0/health"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A prefill and a decode instance behind the router, sharing one Mooncake pool. A conversation of three turns goes
-# through them; exits 0 only if what decode generated in one turn was read from the pool by prefill in the next,
-# and every answer is the one that the same model gives without pool and cache.
+# A prefill and a decode instance behind the router, with one Mooncake pool. A conversation of three turns goes through
+# them. Exits 0 only if prefill loads from the pool the blocks that decode generated in the turn before, and if every
+# answer equals the answer of the same model without pool and cache.
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh
@@ -18,15 +18,15 @@ prepare mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_POR
     reference=$REFERENCE_PORT
 
 say ""
-say "=== The conversation with pool and cache off, for comparison ==="
+say "=== The conversation without pool and cache, for comparison ==="
 start_instance reference 0 "$REFERENCE_PORT" --no-enable-prefix-caching
 wait_for reference "http://127.0.0.1:$REFERENCE_PORT/health"
 watched "$PYTHON" verify.py reference --port "$REFERENCE_PORT" --answers log_reference/answers.json
 stop reference
 
 say ""
-say "=== The conversation through router, prefill and decode, sharing a pool ==="
-unset MOONCAKE_CONFIG_PATH # a file would win over these
+say "=== The conversation through router, prefill and decode, with a pool ==="
+unset MOONCAKE_CONFIG_PATH # a file would override these variables
 export MOONCAKE_MASTER_SERVER_ADDR=127.0.0.1:$MASTER_PORT
 export MOONCAKE_METADATA_SERVER=http://127.0.0.1:$METADATA_PORT/metadata
 export MOONCAKE_GLOBAL_SEGMENT_SIZE=${MOONCAKE_GLOBAL_SEGMENT_SIZE:-1000000000}

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Two routers that share their state over Redis, and two pairs of prefill and decode, one registered with each router,
-# on one Mooncake pool. A conversation of four turns goes through both routers by turns; the second one is killed while
-# it streams an answer, and is started again later. Exits 0 only if every turn was answered as without pool and cache,
-# each from the second on with tokens from a cache, both routers know the same four instances, and all has ended.
+# Two routers that share their state over Redis, and two pairs of prefill and decode on one Mooncake pool; each pair
+# registers with one router. A conversation of four turns alternates between the routers. The script kills the second
+# router during a stream, and restarts it later. It exits 0 only if every answer equals the answer without pool and
+# cache, each turn from the second on uses cached tokens, both routers list the same four instances, and all processes
+# have ended.
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh
@@ -19,11 +20,11 @@ check_redis() {
         die "redis-server is not installed: please install it first, on Debian with: sudo apt-get install redis-server"
 }
 
-# It keeps nothing on disk: routers that run tell it all they know when it is back.
+# Redis stores nothing on disk: after its restart, the routers write their state again.
 start_redis() {
     say "starting Redis (port $REDIS_PORT)"
     start redis redis-server --bind 127.0.0.1 --port "$REDIS_PORT" --save "" --appendonly no
-    wait_for redis "dict://127.0.0.1:$REDIS_PORT/PING" '\+PONG' # curl has no redis://; Redis takes dict's line for its own
+    wait_for redis "dict://127.0.0.1:$REDIS_PORT/PING" '\+PONG' # curl has no redis://; the line that it sends for dict:// is a valid command
 }
 
 # start_router NAME PORT
@@ -43,7 +44,7 @@ start_pair() {
         --kvcache-storage-backend mooncake
 }
 
-# Ends everything, and the script if anything is left of what was started.
+# Stops everything. Ends the script with an error if a process still runs afterwards.
 check_all_end() {
     local name group deadline=$((SECONDS + STOP_DEADLINE)) groups=("$@" "${pids[@]}")
     [ "$DRY_RUN" = no ] || return 0
@@ -54,13 +55,13 @@ check_all_end() {
             sleep 0.1
         done
     done
-    say "          All ${#groups[@]} programs that were started have ended, with every process of theirs."
+    say "          All ${#groups[@]} started programs have ended, with all their processes."
 }
 
 parse_arguments "$@"
 [ "${ROUTER:-kvstore}" = kvstore ] ||
-    die "ROUTER=$ROUTER cannot share its state with another router; leave it unset, as ours does"
-[ "$(id -u)" -eq 0 ] || check_redis # for root the set-up tries to install it
+    die "ROUTER=$ROUTER cannot share its state with another router; leave ROUTER unset to use ours, which can"
+[ "$(id -u)" -eq 0 ] || check_redis # for root, scripts/setup tries to install it
 prepare mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_PORT" \
     "mooncake_master's metrics=$METRICS_PORT" Redis="$REDIS_PORT" "router 1=${ROUTER_PORTS[0]}" \
     "router 2=${ROUTER_PORTS[1]}" "prefill 1=${P_PORTS[0]}" "prefill 2=${P_PORTS[1]}" "decode 1=${D_PORTS[0]}" \
@@ -68,9 +69,9 @@ prepare mooncake_master="$MASTER_PORT" "mooncake_master's metadata=$METADATA_POR
 check_redis
 
 say ""
-say "=== Two routers, each with a pair of its own, sharing their state over Redis; and a pool ==="
+say "=== Two routers with shared state, two pairs, and a pool ==="
 start_instance reference 0 "$REFERENCE_PORT" --no-enable-prefix-caching
-unset MOONCAKE_CONFIG_PATH # a file would win over these
+unset MOONCAKE_CONFIG_PATH # a file would override these variables
 export MOONCAKE_MASTER_SERVER_ADDR=127.0.0.1:$MASTER_PORT
 export MOONCAKE_METADATA_SERVER=http://127.0.0.1:$METADATA_PORT/metadata
 export MOONCAKE_GLOBAL_SEGMENT_SIZE=${MOONCAKE_GLOBAL_SEGMENT_SIZE:-500000000}
@@ -82,7 +83,7 @@ for i in 1 2; do
     wait_for "router_$i" "http://127.0.0.1:${ROUTER_PORTS[i - 1]}/registered_number"
 done
 KILLED=${pids[router_2]-PID}
-[ "$DRY_RUN" = yes ] || disown "$KILLED" # it will be killed, and bash would announce that
+[ "$DRY_RUN" = yes ] || disown "$KILLED" # it will be killed, and bash would print a message
 start_dashboard "${ROUTER_PORTS[0]}" "$METRICS_PORT"
 for i in 1 2; do
     start_pair "$i" "${ROUTER_PORTS[i - 1]}"

@@ -1,4 +1,4 @@
-"""Checks what run_pd_storage.sh and run.sh claim: sends requests with curl, reads the instances' logs, prints a table.
+"""Checks the results of run_pd_storage.sh and run.sh: sends requests with curl, reads logs, and prints a table.
 
 Exits 0 only if every check succeeds; otherwise 1, with a message about the check that failed.
 """
@@ -135,7 +135,7 @@ def logged(log: Path, answer: Answer) -> Cached:
                 return Cached(own, int(found["storage_cache_token_num"]))
         return None
 
-    return wait_for(figures, f"{log} tells no storage_cache_token_num of request {request_id}")
+    return wait_for(figures, f"{log} has no storage_cache_token_num of request {request_id}")
 
 
 def metric(port: int, name: str) -> float | None:
@@ -283,16 +283,16 @@ def _check_pool_was_read(number: int, before: Answer, found: Cached) -> None:
     if found.pool <= 0 or reached < BLOCK:
         fail(
             f"prefill found {found.own} tokens of turn {number + 1}'s prompt in its own cache and {found.pool} in the "
-            f"pool; that is {reached} beyond turn {number}'s prompt, where one block of {BLOCK} was to be expected"
+            f"pool; that is {reached} more than turn {number}'s prompt, but at least one block of {BLOCK} was expected"
         )
 
 
-def _check_equal(what: str, text: str, expected: str) -> None:
+def _check_equal(name: str, text: str, expected: str) -> None:
     if text != expected:
         same = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), 0)
         fail(
-            f"{what} is answered otherwise from character {same} on: {shorten(text[same:])!r} "
-            f"where {shorten(expected[same:])!r} was expected"
+            f"the answer to {name} differs from character {same} on: {shorten(text[same:])!r} "
+            f"instead of {shorten(expected[same:])!r}"
         )
 
 
@@ -300,13 +300,13 @@ def sharing(ports: list[int], logs: list[Path], master_metrics: int, keys_per_bl
     """Check that instance 1 reads prompts from the pool that instance 0 computed, faster than it computes new ones."""
     rows: list[Sequence[object]] = []
 
-    def timed(instance: int, what: str, seed: int) -> tuple[Answer, Cached]:
+    def timed(instance: int, name: str, seed: int) -> tuple[Answer, Cached]:
         answer = ask(ports[instance], [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         found = logged(logs[instance], answer)
         computed = answer.prompt_tokens - found.own - found.pool
         first_token = f"{answer.seconds * 1000:.0f} ms"
         rows.append(
-            (f"instance {instance}, {what}", answer.prompt_tokens, found.own, found.pool, computed, first_token)
+            (f"instance {instance}, {name}", answer.prompt_tokens, found.own, found.pool, computed, first_token)
         )
         print(f"  {rows[-1][0]}: first token after {first_token}", flush=True)
         return answer, found

@@ -1,4 +1,4 @@
-"""Checks what run_ha.sh claims: the pool's leading master is killed, and the pool works again with another master.
+"""Checks the results of run_ha.sh: it kills the leader of the pool's masters, and the pool works with a new leader.
 
 Exits 0 only if every check succeeds; otherwise 1, with a message about the check that failed.
 """
@@ -36,7 +36,7 @@ from verify import (
     wait_for,
 )
 
-SEEDS_KEPT = (101, 102, 103)
+STORED_SEEDS = (101, 102, 103)
 HEALING = 90.0  # seconds from the leader's end until instances must share blocks through the pool again
 
 
@@ -66,31 +66,31 @@ class Check:
         self._keys_per_block = keys_per_block
         self.rows: list[Sequence[object]] = []
 
-    def ask(self, instance: int, what: str, messages: list[Message], **limits: int) -> tuple[Answer, Cached]:
+    def ask(self, instance: int, name: str, messages: list[Message], **limits: int) -> tuple[Answer, Cached]:
         """Send a request to an instance, and add to the table how many of its tokens came from caches."""
         answer = ask(self._ports[instance], messages, **limits)
         found = logged(self._logs[instance], answer)
         computed = answer.prompt_tokens - found.own - found.pool
         first_token = f"{answer.seconds * 1000:.0f} ms"
         self.rows.append(
-            (f"instance {instance}, {what}", answer.prompt_tokens, found.own, found.pool, computed, first_token)
+            (f"instance {instance}, {name}", answer.prompt_tokens, found.own, found.pool, computed, first_token)
         )
         print(f"  {self.rows[-1][0]}: {found.pool} tokens from the pool;{shorten(answer.text)[:60]}", flush=True)
         return answer, found
 
-    def is_shared(self, seed: int, leader: Master, what: str, seconds: float) -> bool:
+    def is_shared(self, seed: int, leader: Master, name: str, seconds: float) -> bool:
         """Let instance 0 compute a new prompt; return whether instance 1 then reads it from the pool."""
-        stored = self.store(seed, leader, what, seconds)
-        return stored is not None and self.is_read(seed, stored, what)
+        stored = self.store(seed, leader, name, seconds)
+        return stored is not None and self.is_read(seed, stored, name)
 
-    def store(self, seed: int, leader: Master, what: str, seconds: float) -> Answer | None:
+    def store(self, seed: int, leader: Master, name: str, seconds: float) -> Answer | None:
         """Let instance 0 compute a prompt, and wait until the pool has the prompt's blocks.
 
         Returns:
             The answer, or None if the pool does not have the blocks within ``seconds``.
         """
         keys = pool_keys(leader.metrics_port)
-        first, _ = self.ask(0, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
+        first, _ = self.ask(0, name, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         blocks = (first.prompt_tokens - 1) // BLOCK
         give_up = time.monotonic() + seconds
         while pool_keys(leader.metrics_port) < keys + blocks * self._keys_per_block:
@@ -99,14 +99,14 @@ class Check:
             time.sleep(0.05)
         return first
 
-    def is_read(self, seed: int, first: Answer, what: str) -> bool:
+    def is_read(self, seed: int, first: Answer, name: str) -> bool:
         """Return whether instance 1 reads from the pool a prompt that instance 0 computed.
 
         A different answer ends the program.
         """
-        second, found = self.ask(1, what, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
+        second, found = self.ask(1, name, [{"role": "user", "content": prompt(seed)}], max_tokens=20)
         if second.text != first.text:
-            fail(f"instance 1 answers {what} otherwise than instance 0")
+            fail(f"the answers of instance 1 and instance 0 to {name} differ")
         return found.pool >= (first.prompt_tokens - 1) // BLOCK * BLOCK
 
 
@@ -117,13 +117,13 @@ def conversation(check: Check, leader: Master) -> None:
         messages.append({"role": "user", "content": question})
         killer = threading.Timer(0.3, os.kill, (leader.pid, signal.SIGKILL)) if number == 1 else None
         if killer:
-            print(f"turn 2: the leader (pid {leader.pid}) is killed meanwhile", flush=True)
+            print(f"turn 2: the leader (pid {leader.pid}) is killed during the answer", flush=True)
             killer.start()
         answer, _ = check.ask(number % 2, f"turn {number + 1}", messages, max_tokens=MAX_TOKENS, min_tokens=MIN_TOKENS)
         if killer:
             killer.join()
         if answer.completion_tokens < MIN_TOKENS:
-            fail(f"turn {number + 1} was answered with {answer.completion_tokens} tokens; {MIN_TOKENS} were asked for")
+            fail(f"the answer to turn {number + 1} has {answer.completion_tokens} tokens, not at least {MIN_TOKENS}")
         messages.append({"role": "assistant", "content": answer.text})
 
 
@@ -133,31 +133,33 @@ def failover(check: Check, masters: Sequence[Master]) -> None:
     def leading() -> Master | None:
         return next((master for master in masters if master.serves()), None)
 
-    old = wait_for(leading, "none of the masters leads")
-    print(f"the master with metrics on port {old.metrics_port} leads", flush=True)
+    old = wait_for(leading, "none of the masters is the leader")
+    print(f"the master with metrics on port {old.metrics_port} is the leader", flush=True)
     seeds_before, seeds_after = range(1, 4), itertools.count(4)
     # A single miss is no error: on a busy machine, a look-up may exceed its deadline, which counts as a miss, too.
     if not any(check.is_shared(seed, old, "a new prompt", seconds=30) for seed in seeds_before):
-        fail("no prompt that instance 0 had computed was read from the pool by instance 1, with nothing killed yet")
-    kept = {seed: check.store(seed, old, "a prompt of before", seconds=30) for seed in SEEDS_KEPT}
+        fail("before the kill, instance 1 loaded no prompt from the pool that instance 0 had computed")
+    stored = {seed: check.store(seed, old, "an earlier prompt", seconds=30) for seed in STORED_SEEDS}
     conversation(check, old)
     killed = time.monotonic()
-    new = wait_for(lambda: None if (now := leading()) == old else now, "no other master took the lead")
-    print(f"the master with metrics on port {new.metrics_port} leads now", flush=True)
+    new = wait_for(lambda: None if (now := leading()) == old else now, "no other master became the leader")
+    print(f"the master with metrics on port {new.metrics_port} is the new leader", flush=True)
     for number, seed in enumerate(seeds_after, 1):
         # Instances mount their memory at the new leader some time later; until then, saves are dropped.
-        if check.is_shared(seed, new, f"brand-new prompt {number}", seconds=10):
+        if check.is_shared(seed, new, f"new prompt {number}", seconds=10):
             break
         if time.monotonic() > killed + HEALING:
             print_table(HEADS, check.rows)
             fail(f"no new prompt was shared through the new leader within {HEALING:.0f} s")
-    if not any(first and check.is_read(seed, first, "a prompt of before") for seed, first in kept.items()):
+    if not any(first and check.is_read(seed, first, "an earlier prompt") for seed, first in stored.items()):
         print_table(HEADS, check.rows)
-        fail("no prompt that was stored before the leader was killed was read from the pool afterwards")
+        fail("after the kill, instance 1 loaded no prompt from the pool that was stored before it")
     print_table(HEADS, check.rows)
-    print("verified: every turn was answered though the leading master was killed during one; afterwards a brand-new")
-    print("          prompt that instance 0 computed was read from the pool by instance 1, through the new leader.")
-    print("          What had been stored before was still there.")
+    print(
+        "verified: every turn got its answer, although the leader was killed during one; afterwards, instance 1 loaded"
+    )
+    print("          a new prompt from the pool that instance 0 had computed, through the new leader.")
+    print("          It also loaded a prompt that was stored before the kill.")
     check_keys_are_ours(new.metrics_port)
 
 
@@ -170,7 +172,7 @@ def main() -> None:
     parser.add_argument("--ports", type=int, nargs=2, required=True)
     parser.add_argument("--logs", type=Path, nargs=2, required=True)
     parser.add_argument("--masters", nargs="+", required=True, help="each as METRICS_PORT:PID")
-    parser.add_argument("--keys-per-block", type=int, default=1, help="2 where K and V are apart")
+    parser.add_argument("--keys-per-block", type=int, default=1, help="2 if K and V have separate keys")
     args = parser.parse_args()
     masters = [Master(*map(int, each.split(":"))) for each in args.masters]
     failover(Check(args.ports, args.logs, args.keys_per_block), masters)

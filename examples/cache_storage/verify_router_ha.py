@@ -1,6 +1,6 @@
-"""Checks what run_router_ha.sh claims: a router is killed during a stream, and the conversation continues.
+"""Checks the results of run_router_ha.sh: it kills a router during a stream, and the conversation continues.
 
-``before`` holds turns 1 to 3, and kills router 2 during turn 2. ``after`` holds turn 4 with the restarted router 2, and
+``before`` runs turns 1 to 3, and kills router 2 during turn 2. ``after`` runs turn 4 with the restarted router 2, and
 prints the table. Exits 0 only if every check succeeds; otherwise 1, with a message about the check that failed.
 """
 
@@ -35,7 +35,7 @@ NUM_INSTANCES = 4
 PIECES_BEFORE_KILL = 20
 # Exit statuses of curl: the transfer ended early, or the connection broke.
 CUT = (18, 52, 56)
-HEADS = ("turn", "router", "status", "prompt tokens", "cached tokens", "where from", "seconds", "verified")
+HEADS = ("turn", "router", "status", "prompt tokens", "cached tokens", "source", "seconds", "verified")
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Conversation:
     def hold_turn(self, *routers: int, kill: int = 0) -> None:
         """Ask the next question through the last of ``routers``, and check the answer.
 
-        With ``kill``, ask it first through the first router, and kill this router's process group meanwhile.
+        With ``kill``, ask it first through the first router, and kill this router's process group during the answer.
         """
         self._messages.append({"role": "user", "content": QUESTIONS[self._number]})
         self._number += 1
@@ -154,7 +154,7 @@ class Conversation:
 
         stream = self._ask(router, on_piece)
         if not killed_at or stream.is_whole or stream.curl not in CUT:
-            fail(f"router {router + 1} was to be killed in the middle of turn {self._number}; curl saw {stream}")
+            fail(f"the kill of router {router + 1} did not interrupt turn {self._number}; curl received {stream}")
         if not stream.text or not expected.text.startswith(stream.text):
             fail(f"the text of turn {self._number} before the kill is wrong: {shorten(stream.text)!r}")
         print(f"  killed (kill -9) after {killed_at} pieces; curl ended with status {stream.curl}", flush=True)
@@ -166,12 +166,12 @@ class Conversation:
             fail(f"router {router + 1} did not answer turn {self._number}: {stream}")
         if stream.text != expected.text:
             fail(
-                f"turn {self._number} is answered otherwise than without pool and cache: {shorten(stream.text)!r} "
-                f"where {shorten(expected.text)!r} was expected"
+                f"the answer to turn {self._number} differs from that without pool and cache: "
+                f"{shorten(stream.text)!r} instead of {shorten(expected.text)!r}"
             )
         if self._number > 1 and stream.cached < BLOCK:
             fail(
-                f"turn {self._number} had {stream.cached} cached tokens, where one block of {BLOCK} was to be expected"
+                f"turn {self._number} had {stream.cached} cached tokens, but at least one block of {BLOCK} was expected"
             )
         self._note(router, str(stream.status), stream, "yes")
         # The last token was never an input of the model, so it has no KV.
@@ -213,7 +213,7 @@ def check_fleet(routers: Sequence[int]) -> None:
         return first if len(first) == NUM_INSTANCES and all(other == first for other in others) else None
 
     instances = wait_for(listed, f"the routers at {routers} do not list the same {NUM_INSTANCES} instances")
-    print(f"routers {', '.join(map(str, routers))} know: {', '.join(instances)}", flush=True)
+    print(f"routers {', '.join(map(str, routers))} list: {', '.join(instances)}", flush=True)
 
 
 def check_nobody_registered(log: Path) -> None:
@@ -223,7 +223,7 @@ def check_nobody_registered(log: Path) -> None:
     """
     new = [line for line in log.read_text(errors="replace").splitlines() if line.endswith(" registered")]
     if new:
-        fail(f"the router that was started again did not know an instance until it registered: {new[0]}")
+        fail(f"the restarted router did not list an instance before the instance registered: {new[0]}")
 
 
 def main() -> None:
@@ -235,9 +235,9 @@ def main() -> None:
     parser.add_argument("--instances", type=int, nargs="+", required=True)
     parser.add_argument("--master-metrics", type=int, required=True)
     parser.add_argument("--notes", type=Path, required=True)
-    parser.add_argument("--keys-per-block", type=int, default=1, help="2 where K and V are apart")
+    parser.add_argument("--keys-per-block", type=int, default=1, help="2 if K and V have separate keys")
     parser.add_argument("--kill", type=int, default=0, help="process group of router 2")
-    parser.add_argument("--log", type=Path, help="of router 2 after its second start")
+    parser.add_argument("--log", type=Path, help="log of router 2 after its restart")
     args = parser.parse_args()
     conversation = Conversation(args)
     if args.part == "before":
@@ -252,12 +252,10 @@ def main() -> None:
     check_nobody_registered(args.log)
     print_table(HEADS, conversation.rows)
     print(
-        "verified: every turn was answered as without pool and cache, though a router was killed in the middle of one;"
+        "verified: every turn got the same answer as without pool and cache, although a router was killed during one;"
     )
-    print(
-        "          each from the second on had tokens from a cache; both routers know the same four instances, the one"
-    )
-    print("          that was started again without a registration.")
+    print("          each turn from the second on had cached tokens; both routers list the same four instances, and")
+    print("          the restarted router needed no registration for that.")
     check_keys_are_ours(args.master_metrics)
 
 

@@ -27,7 +27,7 @@ class Answers:
     """The results of one instance.
 
     Attributes:
-        right: share of the prompts whose four values are all right.
+        right: share of the prompts with four right values.
         seconds: time for all prompts.
         blocks_read, blocks_total: KV blocks that sparse steps read, and that they could have read; 0 if dense.
     """
@@ -78,11 +78,11 @@ def main() -> int:
     print(f"  with retrieval    {sparse.right:6.0%}  {sparse.seconds:5.1f} s  {share:.0%} of the KV blocks read")
     problems = []
     if dense.blocks_total or not 0 < sparse.blocks_read < sparse.blocks_total:
-        problems.append("the instances do not attend as they were asked to")
+        problems.append("the dense instance uses sparse attention, or the sparse one reads all blocks or none")
     if dense.right < ENOUGH:
-        problems.append(f"the model finds fewer than {ENOUGH:.0%} of the needles even densely")
+        problems.append(f"the model finds fewer than {ENOUGH:.0%} of the needles even with dense attention")
     if sparse.right < ENOUGH * dense.right:
-        problems.append(f"sparse attention finds fewer than {ENOUGH:.0%} of what dense attention finds")
+        problems.append(f"sparse attention finds fewer than {ENOUGH:.0%} of the needles that dense attention finds")
     print("verified" if not problems else "NOT verified: " + "; ".join(problems))
     return 1 if problems else 0
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains the needle model (once), serves it with and without sparse attention, and compares the answers.
-# Exits with 0 only if that is verified. PYTHON, OUTPUT, DENSE_PORT and SPARSE_PORT may be set.
+# Exits 0 only if the comparison succeeds. PYTHON, OUTPUT, DENSE_PORT and SPARSE_PORT may be set.
 set -euo pipefail
 
 HERE=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -22,12 +22,12 @@ case ${1-} in
         exit 1
         ;;
 esac
-# Only for the environment that it makes; whoever sets PYTHON has one.
+# scripts/setup makes .venv; it is not needed if PYTHON names another environment.
 [[ $PYTHON != "$ROOT/.venv/bin/python" ]] || "$ROOT/scripts/setup"
 "$PYTHON" "$ROOT/examples/cache_storage/check_ports.py" "the dense instance=$DENSE_PORT" \
     "the sparse instance=$SPARSE_PORT"
 mkdir -p "$OUTPUT"
-# Everything here talks to this machine, and no proxy should be asked for it.
+# All connections are on this machine and must not use a proxy.
 unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
 
 instances=()
@@ -45,11 +45,11 @@ serve() { # name port flags...
         >"$OUTPUT/$name.out" 2>&1 &
     instances+=($!)
     for _ in $(seq 240); do
-        kill -0 "${instances[-1]}" 2>/dev/null || break # before asking: it may be another's port that answers
+        kill -0 "${instances[-1]}" 2>/dev/null || break # before curl: another server may respond on this port
         if curl -qsf "http://127.0.0.1:$port/health" >/dev/null; then return; fi
         sleep 0.5
     done
-    echo "the $name instance did not start; see $OUTPUT/$name.out" >&2
+    echo "run.sh: the $name instance did not start; its log is $OUTPUT/$name.out" >&2
     exit 1
 }
 

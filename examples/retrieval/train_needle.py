@@ -4,8 +4,8 @@
 
 A text consists of filler tokens and one needle: a key and four values. Its last token repeats the key, as a question.
 Random weights learn this task slowly. Two heads therefore start with weights near the solution (an "induction" pair):
-in layer 0, the first KV group attends to the previous token; in layer 1, the first head attends to the token whose
-previous token equals the current one. Training skips positions at random, so that longer texts than those of the
+in layer 0, the first KV group attends to the previous token; in layer 1, the first head attends to the token that
+follows an earlier copy of the current token. Training skips positions at random, so that longer texts than those of the
 training have no unknown positions.
 
 The same seed gives the same checkpoint on the same machine; it takes about a minute on two cores.
@@ -136,7 +136,7 @@ def train(seed: int) -> Qwen2ForCausalLM:
     start, steps = time.monotonic(), 0
     for length in LENGTHS:
         right = 0.0
-        with show_progress("training", len(LENGTHS)) as tell:
+        with show_progress("training", len(LENGTHS)) as report:
             while right < ENOUGH:
                 steps += 1
                 if steps > MAX_STEPS:
@@ -159,7 +159,7 @@ def train(seed: int) -> Qwen2ForCausalLM:
                 optimizer.step()
                 now_right = (logits.argmax(-1) == texts.answers).float().mean().item()
                 right += 0.25 * (now_right - right)
-                tell(LENGTHS.index(length) + right, f"texts of {length} tokens, {right:.0%} right")
+                report(LENGTHS.index(length) + right, f"texts of {length} tokens, {right:.0%} right")
         seconds = time.monotonic() - start
         print(f"  length {length:5}: {right:.3f} of the values right after {steps} steps, {seconds:.0f} s", flush=True)
     return model.eval()

@@ -63,9 +63,9 @@ def complete(port: int, prompt: str, *, stream: bool = False) -> str:
 
 def ask(port: int, path: str, prompt: str, *, stream: bool = False) -> Answer:
     """Send a greedy request to one of ``PATHS`` and return the answer; end the program if the request fails."""
-    said = [{"role": "user", "content": prompt}]
-    given = {"/v1/completions": ("prompt", prompt), "/v1/responses": ("input", prompt)}
-    name, value = given.get(path, ("messages", said))
+    messages = [{"role": "user", "content": prompt}]
+    members = {"/v1/completions": ("prompt", prompt), "/v1/responses": ("input", prompt)}
+    name, value = members.get(path, ("messages", messages))
     body = {"model": MODEL, name: value, LIMITS[path]: ANSWER_TOKENS, "temperature": 0, "stream": stream}
     if path != "/v1/messages":
         body["ignore_eos"] = True
@@ -78,8 +78,8 @@ def ask(port: int, path: str, prompt: str, *, stream: bool = False) -> Answer:
                 return _read_whole(path, json.load(answer))
             events = [json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: {")]
     except OSError as exc:
-        told = exc.read().decode(errors="replace") if isinstance(exc, urllib.error.HTTPError) else ""
-        fail(f"port {port} did not answer a request to {path}: {exc} {told}".rstrip())
+        text = exc.read().decode(errors="replace") if isinstance(exc, urllib.error.HTTPError) else ""
+        fail(f"port {port} did not answer a request to {path}: {exc} {text}".rstrip())
     return Answer("".join(map(_read_event, events)), 0)
 
 

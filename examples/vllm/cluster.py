@@ -130,8 +130,8 @@ class Master:
 
     def start(self) -> None:
         """Start the master, with an empty pool, and wait until it is ready."""
-        beside = Path(sys.executable).with_name("mooncake_master")
-        program = str(beside) if beside.exists() else shutil.which("mooncake_master")
+        installed = Path(sys.executable).with_name("mooncake_master")
+        program = str(installed) if installed.exists() else shutil.which("mooncake_master")
         if program is None:
             fail("mooncake_master is not installed; pip install '/path/to/this/repository[mooncake]' first")
         flags = (f"--rpc_port={self._rpc}", "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics}")
@@ -280,13 +280,13 @@ def namespaces(port: int) -> set[str]:
 
 def free_ports(count: int) -> list[int]:
     """Return ports that no server uses now, below the range that systems give to outgoing connections."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as sockets:
         ports: list[int] = []
         for port in random.sample(range(20000, 32000), 1000):
             if len(ports) == count:
                 break
             with contextlib.suppress(OSError):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
+                sockets.enter_context(socket.create_server(("127.0.0.1", port)))
                 ports.append(port)
         return ports
 
@@ -299,12 +299,12 @@ def wait_for_interrupt() -> None:
 
 
 def _vllm() -> str:
-    """Return the program ``vllm``: the one that the variable VLLM names, or beside this Python, or on the PATH."""
+    """Return the program ``vllm``: the path in the variable VLLM, or in this Python's folder, or on the PATH."""
     named = os.environ.get("VLLM")
     if named and not shutil.which(named):
         fail(f"VLLM={named}: there is no such program; give the path of vLLM, as in VLLM=/path/to/bin/vllm")
-    beside = Path(sys.executable).with_name("vllm")
-    program = named or (str(beside) if beside.exists() else shutil.which("vllm"))
+    installed = Path(sys.executable).with_name("vllm")
+    program = named or (str(installed) if installed.exists() else shutil.which("vllm"))
     if program is None:
         fail("vLLM is not installed here; set VLLM to the path of vllm in an environment that also has this project")
     return program
@@ -316,10 +316,10 @@ def scratch(name: str) -> Iterator[Path]:
     folder = Path(__file__).with_name(f"log_{name}")
     folder.mkdir(exist_ok=True)
     with contextlib.ExitStack() as opened:
-        held = os.open(folder, os.O_RDONLY)
-        opened.callback(os.close, held)
+        lock = os.open(folder, os.O_RDONLY)
+        opened.callback(os.close, lock)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fail(f"another run writes its logs to {folder}: end it first, with Ctrl-C")
         for path in folder.iterdir():

@@ -4,7 +4,7 @@
 
 The second instance must load a prompt that the first one computed. Through the router, both must serve requests, with
 the same answers as the first instance alone. vLLM is not changed: ``--kv-transfer-config`` names our connector, and a
-register file names the instances to the router. ``README.md`` in this folder says what must be installed.
+register file names the instances to the router. ``README.md`` in this folder lists the required packages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TOKENS = 2000
 
 def converse(port: int, user: int) -> str:
     """Hold a conversation of three turns and return its whole text. Each turn continues the text so far."""
-    said = words(400, seed=100 + user)
+    text = words(400, seed=100 + user)
     for turn in range(3):
-        said += complete(port, said) + words(150, seed=1000 + 10 * user + turn)
-    return said
+        text += complete(port, text) + words(150, seed=1000 + 10 * user + turn)
+    return text
 
 
 def verify(first: int, second: int, router: int) -> None:
@@ -38,7 +38,7 @@ def verify(first: int, second: int, router: int) -> None:
     print("asking the second instance: the same prompt")
     hits = metric(second, "vllm:external_prefix_cache_hits_total")
     if complete(second, prompt) != computed:
-        fail("the second instance, which loaded the prompt, answers otherwise than the first, which computed it")
+        fail("the answer of the second instance, which loaded the prompt, differs from that of the first")
     wait_for(second, "load", full)
     hits = metric(second, "vllm:external_prefix_cache_hits_total") - hits
     if hits != full * BLOCK or blocks(second, "load") != full:
@@ -54,16 +54,16 @@ def verify(first: int, second: int, router: int) -> None:
         fail(f"the instances served {served[0]} and {served[1]} of 12 requests through the router")
     for user, conversation in enumerate(conversations):
         if converse(first, user) != conversation:
-            fail(f"user {user}: the router's answers are not the first instance's own")
+            fail(f"user {user}: the answers through the router differ from those of the first instance")
     print(
-        f"  {served[0]} and {served[1]} were served by the instances; the answers are those of the first, asked alone"
+        f"  the instances served {served[0]} and {served[1]} requests; the first instance alone gives the same answers"
     )
 
 
 def main() -> None:
     """Start everything and run the checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="keep all processes running until Ctrl-C")
     options = parser.parse_args()
     model = default_folder()
     make_model(model)

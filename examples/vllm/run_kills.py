@@ -7,7 +7,7 @@ There are a prefill instance, some decode instances, and our router in splitwise
 greedy stream (chat and completions); then the decode instance that answers is killed with ``kill -9``, and another one
 continues the stream. The stream's text must equal that of an earlier stream without a kill, with one end, and the usage
 must count each token once. The killed instance then starts again, which takes a minute. ``--path``, ``--from`` and
-``--to`` divide a long run into parts. ``README.md`` in this folder says what must be installed.
+``--to`` divide a long run into parts. ``README.md`` in this folder lists the required packages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT_WORDS = 300
 
 
 class Stream(NamedTuple):
-    """What the client of one stream received.
+    """One stream as its client received it.
 
     Attributes:
         finishes: number of events with a finish reason.
@@ -70,7 +70,7 @@ class Fleet:
         deadline = time.monotonic() + START_S
         while sum(map(self._serves, self._list_healthy())) < 2:
             if time.monotonic() > deadline:
-                fail(f"after {START_S:g} s there are no two decode instances that serve")
+                fail(f"after {START_S:g} s fewer than two decode instances are healthy")
             time.sleep(0.5)
 
     def _list_healthy(self) -> list[int]:
@@ -114,9 +114,9 @@ def read_stream(
             if event.get("usage"):
                 usage.append(event["usage"]["completion_tokens"])
             for choice in event.get("choices", ()):
-                said = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                text, finishes = text + said, finishes + bool(choice["finish_reason"])
-                if said:
+                piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                text, finishes = text + piece, finishes + bool(choice["finish_reason"])
+                if piece:
                     count += 1
                     on_event(count, decode)
     return Stream(text, finishes, usage, is_done, error)

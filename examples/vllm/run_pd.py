@@ -12,7 +12,7 @@ is a stream.
 Exits 0 only if vLLM's own metrics show the following for each run: prefill computed every prompt and generated one
 token, and decode got at least 95 % of the prompt tokens that it can get (our connector: tokens in whole blocks;
 NixlConnector: all tokens). In addition, all answers must equal those of an instance without connector, which gets the
-same requests before. ``README.md`` in this folder says what must be installed.
+same requests before. ``README.md`` in this folder lists the required packages.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Pair(NamedTuple):
             lambda prompt: ask(self.router, prompt.path, prompt.text, stream=prompt.stream).text,
             prompts,
         )
-        for prompt, said in zip(prompts, texts, strict=True):
-            if said != prompt.alone.text:
+        for prompt, text in zip(prompts, texts, strict=True):
+            if text != prompt.alone.text:
                 fail(
-                    f"{prompt.path} answers {said!r} to a prompt of {prompt.alone.prompt_tokens:,} tokens, "
+                    f"{prompt.path} answers {text!r} to a prompt of {prompt.alone.prompt_tokens:,} tokens, "
                     f"and an instance without connector {prompt.alone.text!r}"
                 )
         for port, count in zip((self.prefill, self.decode), before, strict=True):
@@ -124,15 +124,15 @@ class Pair(NamedTuple):
         by_prefill, by_decode = Counted.of(self.prefill) - before[0], Counted.of(self.decode) - before[1]
         total = sum(prompt.alone.prompt_tokens for prompt in prompts)
         if by_prefill != (expected := Counted(len(prompts), len(prompts), total, 0)):
-            fail(f"prefill's metrics say {by_prefill}, not {expected}")
+            fail(f"prefill's metrics are {by_prefill}, not {expected}")
         most = sum(map(self.most_given, prompts))
         given = by_decode.given
         if by_decode != (expected := Counted(len(prompts), len(prompts) * ANSWER_TOKENS, total - given, given)):
-            fail(f"decode's metrics say {by_decode}, not {expected}")
+            fail(f"decode's metrics are {by_decode}, not {expected}")
         if given > most:
-            fail(f"decode was given {given:,} tokens of prompts, of {most:,}")
-        did = f"prefill computed {total:,} tokens, decode was given {given:,} of {most:,} ({100 * given / most:.1f} %)"
-        print(f"  {did}; all answers are those of the instance without connector", flush=True)
+            fail(f"decode got {given:,} prompt tokens from prefill, more than the possible {most:,}")
+        share = f"prefill computed {total:,} tokens, decode got {given:,} of {most:,} ({100 * given / most:.1f} %)"
+        print(f"  {share}; all answers equal those of the instance without connector", flush=True)
         return given / most
 
     def most_given(self, prompt: Prompt) -> int:
@@ -212,10 +212,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="how often, with new prompts; default: 1")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="requests at the same time; default: 1")
     parser.add_argument(
-        "--answers", type=Path, metavar="FILE", help="keep the answers of the instance without connector for next time"
+        "--answers",
+        type=Path,
+        metavar="FILE",
+        help="store the answers of the instance without connector for later runs",
     )
     parser.add_argument("--path", choices=PATHS, help="by this API only; default: four APIs")
-    parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="keep all processes running until Ctrl-C")
     options = parser.parse_args()
     with scratch(f"run_pd_{options.connector}") as folder, Cluster(folder, find_model(options.model)) as cluster:
         print(f"logs are in {folder}", flush=True)
@@ -239,7 +242,7 @@ def main() -> None:
             print(f"run {number} of {len(runs)}: {len(prompts)} prompts by {apis}, half as streams", flush=True)
             shares.append(pair.run(prompts))
         if (short := sum(share < ENOUGH for share in shares)) > 0:
-            fail(f"decode was given less than {ENOUGH:.0%} in {short} of {len(shares)} runs")
+            fail(f"decode got less than {ENOUGH:.0%} from prefill in {short} of {len(shares)} runs")
         print("VERIFIED")
         if options.keep:
             print(f"router: http://127.0.0.1:{router}  prefill: {prefill}  decode: {decode}  model: m")

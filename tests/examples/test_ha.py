@@ -32,7 +32,7 @@ def test_a_new_prompt_is_shared_through_the_new_leader(few_words: Path) -> None:
         assert not Path(ROOT, ".cache", "etcd", "usr", "bin", "etcd").exists()
         pytest.skip("etcd cannot be had on this machine")
     assert status == 0, script.output
-    assert "is killed meanwhile" in script.output
+    assert "is killed during the answer" in script.output
     assert "through the new leader." in script.output
     assert script.left_behind() == []
 

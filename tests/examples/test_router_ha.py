@@ -30,8 +30,8 @@ def test_a_conversation_continues_after_one_of_two_routers_is_killed(
         ("3", "1", "200", "yes"),
         ("4", "2", "200", "yes"),
     ]
-    assert "verified: every turn was answered as without pool and cache" in script.output
-    assert "programs that were started have ended, with every process of theirs." in script.output
+    assert "verified: every turn got the same answer as without pool and cache" in script.output
+    assert "started programs have ended, with all their processes." in script.output
     assert script.left_behind() == []
 
 

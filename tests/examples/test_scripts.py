@@ -98,7 +98,7 @@ def test_a_used_port_is_named_with_its_purpose() -> None:
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({"MAX_MODEL_LEN": "8K"}, "MAX_MODEL_LEN=8K is no number of tokens, such as 8192"),
+        ({"MAX_MODEL_LEN": "8K"}, "MAX_MODEL_LEN=8K is not a number of tokens, such as 8192"),
         ({"MODEL_NAME": "/no/such/model"}, "MODEL_NAME=/no/such/model: there is no such folder; give "),
         ({"ENGINE": "fastdeply"}, "ENGINE=fastdeply is not known; use kvstore or fastdeploy"),
         ({"ROUTER": "nginx"}, "ROUTER=nginx is not known; use kvstore or fastdeploy"),
@@ -253,7 +253,9 @@ def test_for_a_fastdeploy_without_our_backend_the_message_says_how_to_install_it
     said = complaint(
         "run.sh", ENGINE="fastdeploy", PATH=f"{tmp_path}/bin:{os.environ['PATH']}", **with_fake_fastdeploy(tmp_path)
     )
-    assert said.startswith("run.sh: ENGINE=fastdeploy: our backend is not beside FastDeploy; install it there with: ")
+    assert said.startswith(
+        "run.sh: ENGINE=fastdeploy: the environment of FastDeploy lacks our backend; install it with: "
+    )
     assert said.count("\n") == 1
 
 
