@@ -48,8 +48,9 @@ CLOSE_SECONDS = 3.0
 # More messages wait only while Redis hangs. Then the oldest are dropped, because all data is sent again afterwards.
 MAX_WAITING = 10_000
 # Maximum number of messages in one batch. All messages that wait after an interruption can have more than 100 MB, which
-# is too much for a network within ANSWER_SECONDS, and for the buffer in Redis of each subscriber (32 MB).
-MAX_BATCH = 1000
+# is too much for a network within ANSWER_SECONDS, and for the buffer in Redis of each subscriber (32 MB). If more
+# messages wait, a batch is sent only after this router has received the one before.
+MAX_BATCH = 100
 # A new router waits at most this time for the first message of another router. Then it requests prefixes from at most
 # this number of routers, one after the other, each with this timeout. (It must be less than ANSWER_SECONDS, the timeout
 # of each Redis command.)
@@ -63,6 +64,7 @@ PREFIXES_EXPIRY_SECONDS = 10
 # The types of messages that routers send each other; see ``hub.py``.
 _KINDS = frozenset({"publish", "keep", "gone", "ask", "answers", "hello", "limits", "want_prefixes"})
 _QUERIES = frozenset({"ask", "answers", "want_prefixes"})
+_FIRST = frozenset({"hello", "keep"})  # these are sent first after an interruption
 _PATH = re.compile(r"rediss?://[^/?#]*/([^?#]+)")
 
 
@@ -108,6 +110,7 @@ class SharedState:
         self._num_batches = 0
         self._last_batches: dict[str, int] = {}
         self._received_own_at = 0.0
+        self._has_received_last = asyncio.Event()  # whether this router has received its own last batch
         self._is_up: bool | None = None
         self._was_tried = asyncio.Event()
         self._is_exchanging = self._is_closing = False
@@ -210,8 +213,7 @@ class SharedState:
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(self._channel)
             await self._exchange_records()
-            self.send_message("hello")  # a new router and the others do not have each other's data yet
-            while self._waiting:  # a full or read-only Redis does not store the records
+            while self._waiting and self._waiting[0][0] in _FIRST:  # a full or read-only Redis does not store records
                 await self._send_batch()
             self._received_own_at = self._clock()
             self._set_trouble("")
@@ -256,11 +258,13 @@ class SharedState:
                 self._on_message(["keep", key, known[key]])
         # An unsent record may be older than the one in Redis, so the present one is sent in its place.
         unsent = {message[1] for message in self._waiting if message[0] == "keep"}
-        waiting = [message for message in _remove_late(self._waiting) if message[0] not in ("keep", "hello")]
-        self._waiting = deque(waiting, MAX_WAITING)
+        first: list[Sequence[Any]] = [("hello",)]  # a new router and the others do not have each other's data yet
         for key, record in self._list_records().items():
             if record != known.get(key) or key in unsent:
-                self.send_message("keep", key, record)
+                first.append(("keep", key, record))
+        others = [message for message in _remove_late(self._waiting) if message[0] not in _FIRST]
+        too_many = max(0, len(first) + len(others) - MAX_WAITING)
+        self._waiting = deque([*first, *others[too_many:]], MAX_WAITING)
 
     async def _keep_sending(self) -> None:
         loop = asyncio.get_running_loop()
@@ -270,12 +274,15 @@ class SharedState:
             await self._has_waiting.wait()
             alive.cancel()
             await asyncio.sleep(SEND_SECONDS)
+            if len(self._waiting) > MAX_BATCH:
+                await self._has_received_last.wait()
 
     async def _send_batch(self) -> None:
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
         if not self._waiting:
             self._has_waiting.clear()
         self._num_batches += 1
+        self._has_received_last.clear()
         try:
             data = pack([self.name, self._num_batches, batch])
         except ValueError:  # a worker's message may be nested too deeply, if it is wrapped in a batch
@@ -304,6 +311,8 @@ class SharedState:
             return
         if sender == self.name:
             self._received_own_at = self._clock()
+            if number == self._num_batches:
+                self._has_received_last.set()
             return
         # After a failure, a router sends the same messages again over a new connection. The network may still deliver
         # the earlier batch over the old connection, even after later batches.

@@ -477,6 +477,20 @@ def test_messages_that_wait_for_redis_are_sent_in_small_batches_but_no_late_quer
     run_two(redis, work)
 
 
+def test_many_waiting_messages_do_not_fill_the_subscribers_buffers_in_redis(redis: RedisServer) -> None:
+    async def work(first: Router, second: Router) -> None:
+        await first.shared._redis.config_set("client-output-buffer-limit", "pubsub 4mb 4mb 60")
+        await first.shared._redis.client_kill_filter(_type="pubsub")
+        await until(lambda: bool(first.link.trouble and second.link.trouble))
+        await until(lambda: not second.link.trouble)
+        for number in range(3000):
+            first.shared.send_message("publish", "a-0", "news", [number, "x" * 20_000])
+        await until(lambda: len(second.received) == 3000)
+        assert [number for _, (number, _) in second.received] == list(range(3000))
+
+    run_two(redis, work)
+
+
 def test_tokens_that_were_used_while_redis_was_lost_are_not_charged_afterwards(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
