@@ -61,6 +61,8 @@ _ENGINE_DEATH = re.compile(
 )
 # Errors of FastDeploy's API server about the content of a request.
 _CONTENT_ERROR = re.compile(rb'"type": ?"invalid_request(?:_error)?"|"code": ?"model_not_support"')
+# An error of FastDeploy that has the same type, but is about the instance: its weights were cleared during the request.
+_CLEARED_ERROR = b'"Model weight cleared"'
 # Maximum size of a stream's preamble, the events before the first token. A stream with a longer one is relayed
 # directly. The preamble may contain the ids of the whole prompt.
 PREAMBLE_BYTES = 1024 * 1024
@@ -659,7 +661,7 @@ def _make_refusal(leg: Leg, body: bytes) -> LegFailed:
             trouble = Trouble.HAND_OVER
         elif _ENGINE_DEATH.search(body):
             trouble = Trouble.DEATH
-        elif _CONTENT_ERROR.search(body):
+        elif _CONTENT_ERROR.search(body) and _CLEARED_ERROR not in body:
             trouble = Trouble.REJECTION
     elif response.status == 429:
         trouble = Trouble.ERROR

@@ -521,3 +521,14 @@ def test_a_refusal_of_fastdeploys_is_not_the_instances_fault_though_its_status_i
     assert {instance.breaker.failures for instance in router.app.registry} == {0}
     tries = sum(len(instance.received) for instance in instances if instance.role != "prefill")
     assert tries <= 2 * FAILURES
+
+
+def test_another_instance_serves_a_request_if_the_weights_of_the_first_one_were_cleared(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    """FastDeploy reports this as an invalid request, but it is no fault of the request."""
+    error = {"message": "Model weight cleared", "type": "invalid_request_error", "param": None, "code": "invalid_value"}
+    cleared = stand_in("mixed", answers(500, json.dumps({"error": error}).encode()))
+    router = make_router(cleared, stand_in("mixed"), policy="round_robin")
+    assert [router.chat().status_code for _ in range(4)] == [200] * 4
+    assert cleared.received
