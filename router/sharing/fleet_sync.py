@@ -192,7 +192,8 @@ class FleetSync:
             self._health.probe_soon(instance)
 
     def _add_instance(self, record: dict[str, Any], orders: Orders, *, proven: bool) -> None:
-        if record["permanent"] and not record["has_heartbeat"] and not self._link.is_of_same_router(record["teller"]):
+        is_same_router = self._link.is_of_same_router(record["teller"])
+        if record["permanent"] and not record["has_heartbeat"] and not is_same_router:
             return  # it is in another router's register file, from which an operator may have removed it meanwhile
         registration = self._read_registration(record)
         if registration is None:
@@ -201,10 +202,10 @@ class FleetSync:
             registration,
             time.monotonic(),
             proven=proven,
-            permanent=record["permanent"],
+            permanent=record["permanent"] and is_same_router,
             has_heartbeat=record["has_heartbeat"],
         )
-        if self._link.is_of_same_router(record["teller"]):
+        if is_same_router:
             instance.logged_changes.update(record["said"])
         self._update_models(instance, record)
         instance.apply_orders(orders, is_remote=self._peer_logs(record["teller"]))
