@@ -23,7 +23,7 @@ import pytest
 from kvstore_backend import Status
 from kvstore_backend.pool import open_store
 from tests.deploy.monitored import ALERTS, System, monitored_system
-from tests.router.sharing.test_supervisor import children
+from tests.router.sharing.test_supervisor import list_children
 from tests.router.stand_in import LoopThread, Received, Responder, StandIn, answers
 from tests.support import plain_http
 from tests.support.memory import Memory
@@ -132,8 +132,8 @@ def test_another_client_overwrites_blocks_and_fills_the_pool(system: System) -> 
 
 
 def test_a_worker_is_killed_the_logs_reader_leaves_and_decode_is_killed(system: System) -> None:
-    (nursery,) = (pid for pid in children(system.router.process.pid) if len(children(pid)) == 2)
-    os.kill(children(nursery)[0], signal.SIGKILL)
+    (nursery,) = (pid for pid in list_children(system.router.process.pid) if len(list_children(pid)) == 2)
+    os.kill(list_children(nursery)[0], signal.SIGKILL)
     system.expect_alerts("RouterWorkerRestarts")
     os.close(system.access_log)
     system.decode.process.kill()
