@@ -8,16 +8,16 @@
 AgentX v1.0 has 393 recorded sessions of a coding agent: the median session has 43 turns, the median request 142,016
 input tokens and 444 output tokens; more than 96 % of the input tokens are a prefix of an earlier request of the
 session; 44 % of the sessions have sub-agents; and the main agent's median pause for its tools is 4.9 s. This program
-draws sessions with these figures: medians are exact where they are scaled or drawn in equal shares, and what is not
-published (spreads, lengths of tool results, sizes at which an agent summarises its context) is chosen. Pauses of
-persons are left out. The same seed gives the same file.
+draws sessions with these figures; medians are exact if they are scaled or drawn in equal shares. Figures that are not
+published are our choice: spreads, lengths of tool results, sizes at which an agent summarises its context. There are no
+pauses of persons. The same seed gives the same file.
 
 Each line is a request with its whole prompt: ``timestamp`` (ms), ``input_length``, ``output_length``, and
 ``hash_ids``, one for each block of ``--block-tokens`` tokens (512 in Mooncake's traces, and in ``kvrouter
 simulate``). As in Dynamo's traces of agents, ``wait_for`` names the requests that must end first, and
 ``tool_wait_ms`` is the time after that; a sub-agent is a ``session_id`` of its own, for which the main agent waits.
-``context_mode`` tells aiperf that prompts are whole. aiperf 0.13.0 does not know it yet: its ``profile`` needs lines
-without ``session_id``. ``--scale`` multiplies all numbers of tokens, for small models.
+``context_mode`` states that prompts are whole, for aiperf. aiperf 0.13.0 does not support it: its ``profile`` needs
+lines without ``session_id``. ``--scale`` multiplies all numbers of tokens, for small models.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ Row = dict[str, Any]
 
 @dataclass
 class Turn:
-    """One request before its lengths are scaled. ``kept`` tokens at its start are those of the request before it."""
+    """One request before its lengths are scaled. It begins with ``reused`` tokens of the request before it."""
 
     request_id: str
     start: float
     tokens: float
-    kept: float
+    reused: float
     output: float
     wait_for: list[str]
     tool_seconds: float
@@ -81,14 +81,14 @@ class Agent:
     def add_turn(self, dice: random.Random, start: float, wait_for: list[str], tool_seconds: float) -> Turn:
         """Continue the context: the response before, and the result of a tool."""
         if self.turns:
-            kept = self.turns[-1].tokens
-            tokens = kept + self.turns[-1].output + draw(dice, TOOL_RESULT, RESULT_SPREAD)
+            reused = self.turns[-1].tokens
+            tokens = reused + self.turns[-1].output + draw(dice, TOOL_RESULT, RESULT_SPREAD)
             if tokens > self.limit:
-                kept, tokens = self.base, self.base + SUMMARY
+                reused, tokens = self.base, self.base + SUMMARY
         else:
-            kept, tokens = 0.0, self.base + draw(dice, TOOL_RESULT, RESULT_SPREAD)
+            reused, tokens = 0.0, self.base + draw(dice, TOOL_RESULT, RESULT_SPREAD)
         output = draw(dice, MEDIAN_OUTPUT, OUTPUT_SPREAD)
-        turn = Turn(f"{self.session_id}-{len(self.turns)}", start, tokens, kept, output, wait_for, tool_seconds)
+        turn = Turn(f"{self.session_id}-{len(self.turns)}", start, tokens, reused, output, wait_for, tool_seconds)
         self.turns.append(turn)
         return turn
 
@@ -155,7 +155,7 @@ def make_rows(agent: Agent, factor: float, scale: float, block_tokens: int, ids:
     full: list[int] = []
     for turn in agent.turns:
         tokens = max(1, round(factor * turn.tokens))
-        del full[int(factor * turn.kept) // block_tokens :]
+        del full[int(factor * turn.reused) // block_tokens :]
         full += itertools.islice(ids, tokens // block_tokens - len(full))
         yield {
             "request_id": turn.request_id,

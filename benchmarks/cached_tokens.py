@@ -36,7 +36,7 @@ MOST_BLOCKS = 40
 def measure(
     rows: Sequence[Row], block_tokens: int, folder: Path, *, splitwise: bool
 ) -> tuple[list[Told], dict[str, int]]:
-    """Send all requests; return what each client was told, and the logged cached tokens for each request id."""
+    """Send all requests; return the usages that clients got, and the logged cached tokens for each request id."""
     model = folder / "model"
     make_model(model)
     with contextlib.ExitStack() as running:
@@ -51,14 +51,14 @@ def measure(
         front.wait_for(**Counter(roles))
         computing = instances[:2]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            told = list(pool.map(lambda row: ask_row(front.url, row, block_tokens), rows))
+            usages = list(pool.map(lambda row: ask_row(front.url, row, block_tokens), rows))
 
         def read_logs() -> dict[str, int]:
             return find_logged(each.log for each in computing)
 
-        ids = {each.request_id for each in told}
+        ids = {each.request_id for each in usages}
         wait_until(lambda: ids <= read_logs().keys(), "the last lines of the logs")
-        return told, read_logs()
+        return usages, read_logs()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = pick_conversations(read_trace(options.trace), options.requests, MOST_BLOCKS)
     with tempfile.TemporaryDirectory() as name:
-        told, logged = measure(rows, options.block_tokens, Path(name), splitwise=options.splitwise)
-    wrong = [each for each in told if logged[each.request_id] != each.cached_tokens]
-    prompt, cached = sum(each.prompt_tokens for each in told), sum(each.cached_tokens for each in told)
-    paths = ", ".join(f"{path} {count}" for path, count in sorted(Counter(each.path for each in told).items()))
-    print(f"{len(told)} requests ({paths}); {cached} of {prompt} prompt tokens cached")
+        usages, logged = measure(rows, options.block_tokens, Path(name), splitwise=options.splitwise)
+    wrong = [each for each in usages if logged[each.request_id] != each.cached_tokens]
+    prompt, cached = sum(each.prompt_tokens for each in usages), sum(each.cached_tokens for each in usages)
+    paths = ", ".join(f"{path} {count}" for path, count in sorted(Counter(each.path for each in usages).items()))
+    print(f"{len(usages)} requests ({paths}); {cached} of {prompt} prompt tokens cached")
     for each in wrong:
-        print(f"{each}, but the log says {logged[each.request_id]}")
-    print(f"{len(told) - len(wrong)} of {len(told)} as logged; {'failed' if wrong else 'passed'}")
+        print(f"{each}, but the log has {logged[each.request_id]}")
+    print(f"{len(usages) - len(wrong)} of {len(usages)} as logged; {'failed' if wrong else 'passed'}")
     return 1 if wrong else 0
 
 

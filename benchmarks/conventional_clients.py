@@ -1,4 +1,4 @@
-"""Measure what the pool gains with clients that others have written: aiperf, guidellm and ``vllm bench serve``.
+"""Measure the gain of the pool with clients of other projects: aiperf, guidellm and ``vllm bench serve``.
 
     python benchmarks/conventional_clients.py mixed --json FILE
     python benchmarks/conventional_clients.py pairs --json FILE
@@ -183,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     spread = f"{len(rows)} requests of the trace of agents, {AT_ONCE} at a time, tokens scaled by 0.01"
     table["spread"] = f"{spread}; one run each"
     table["notes"] = [
-        "Each client makes its own prompts of the trace's hash ids: compare lines, not clients. Each own cache has "
-        "room for a quarter of the different blocks. Each instance with the pool gives it 256 MiB, in which all blocks "
-        "of a run fit. Own caches are measured first."
+        "Each client makes its own prompts from the trace's hash ids: compare lines, not clients. Each own cache has "
+        "space for a quarter of the different blocks. Each instance with the pool gives it 256 MiB, which is enough "
+        "for all blocks of a run. Own caches are measured first."
     ]
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch) / "model")

@@ -1,4 +1,4 @@
-"""Measure what it costs to look for blocks of other shardings, and to read them.
+"""Measure the cost of look-ups and reads of blocks in other shardings.
 
     python benchmarks/cuts.py [--json FILE] [--rounds 15]
 
@@ -39,7 +39,7 @@ CUTS = ((2, 64), (4, 64), (8, 64), (1, 256), (1, 16), (2, 256), (2, 16))
 
 def main() -> None:
     """Measure all figures and print them."""
-    parser = argparse.ArgumentParser(description="Measure what it costs to read blocks of other shardings.")
+    parser = argparse.ArgumentParser(description="Measure the cost of look-ups and reads of blocks in other shardings.")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--rounds", type=int, default=15, help="repetitions of each comparison (default 15)")
     args = parser.parse_args()

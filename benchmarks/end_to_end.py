@@ -37,7 +37,7 @@ from engine.make_model import WORDS, default_folder, make_model
 LONG = 32 * 64  # tokens: "2,000", in whole blocks
 BLOCKS = 1200
 TURNS, FIRST, QUESTION, ANSWER = 3, 600, 40, 32  # tokens of a conversation's parts
-DECODED = 96  # tokens of a request whose steps are timed
+DECODED = 96  # tokens of a request for which the time of steps is measured
 # An instance that cannot import TransferEngine, as if it were not installed: hand-overs go through the pool.
 NO_DIRECT = (
     "import runpy, sys; sys.modules['mooncake.engine'] = None; "
@@ -107,8 +107,8 @@ async def ask_all(asked: Sequence[tuple[int, str]], max_tokens: int) -> list[Ans
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(sock.getsockname()[1]) for sock in sockets]
 
 
@@ -149,8 +149,8 @@ class Machine:
 
     def master(self) -> None:
         """Start the pool's master, for all instances with ``pool``."""
-        beside = Path(sys.executable).with_name("mooncake_master")
-        program = str(beside) if beside.exists() else shutil.which("mooncake_master")
+        installed = Path(sys.executable).with_name("mooncake_master")
+        program = str(installed) if installed.exists() else shutil.which("mooncake_master")
         if program is None:
             sys.exit("mooncake_master is not installed: pip install '/path/to/this/repository[mooncake]'")
         self._master, metrics = free_ports(2)
@@ -225,18 +225,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def until(condition: Callable[[], bool], what: str, deadline: float = 120.0) -> None:
+def until(condition: Callable[[], bool], event: str, deadline: float = 120.0) -> None:
     give_up_at = time.monotonic() + deadline
     while not condition():
         if time.monotonic() > give_up_at:
-            sys.exit(f"waited {deadline:g} s in vain for {what}")
+            sys.exit(f"waited {deadline:g} s for {event}")
         time.sleep(0.02)
 
 
 def wait_until_idle(ports: Sequence[int]) -> None:
     """Wait until the instances have saved all blocks, as they do while a person reads an answer."""
     for port in ports:
-        until(lambda port=port: metric(port, "kvstore_pending_save_blocks") == 0, "saves to be out")  # type: ignore[misc]
+        until(lambda port=port: metric(port, "kvstore_pending_save_blocks") == 0, "the end of all saves")  # type: ignore[misc]
 
 
 # --- conversations --------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def converse(way: Way, at_once: int, about: str) -> Talk:
 class Bar:
     """One figure and its bar: the ratio that it must reach or must not exceed."""
 
-    what: str
+    name: str
     figures: str
     ratio: float
     bar: float
@@ -464,7 +464,7 @@ def show(talks: Sequence[Talk], bars: Sequence[Bar | str]) -> None:
             print(bar)
             continue
         sign, missed = (">=" if bar.at_least else "<="), "" if bar.is_met else "  MISSED"
-        print(f"{bar.what:<46}{bar.figures:>24}{bar.ratio:>8.2f}{f'{sign} {bar.bar:g}':>9}{missed}")
+        print(f"{bar.name:<46}{bar.figures:>24}{bar.ratio:>8.2f}{f'{sign} {bar.bar:g}':>9}{missed}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

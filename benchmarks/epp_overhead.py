@@ -3,8 +3,8 @@
     python benchmarks/epp_overhead.py [--seconds 5] [--rounds 3]
 
 CPU per request is the user and system time of all threads, from /proc: of the router or picker (one worker), and of
-Envoy (one thread). "Envoy" alone has no ext_proc filter. Figures are medians. The program needs what
-router_overhead.py needs for our router, and the extras epp and dev.
+Envoy (one thread). "Envoy" alone has no ext_proc filter. Figures are medians. The program has the
+requirements of router_overhead.py for our router, and needs the extras epp and dev.
 """
 
 from __future__ import annotations

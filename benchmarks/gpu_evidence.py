@@ -137,7 +137,7 @@ def measure_sdpa(device: torch.device, sizes: Sizes, _pool_kind: str) -> Iterato
             torch.backends.cuda.enable_cudnn_sdp(True)
         try:
             with_cudnn = measure_tokens(runner, num_tokens, CUDNN_SECONDS, "with cuDNN, as torch would have it")
-            yield with_cudnn._replace(bar="", is_held=True)
+            yield with_cudnn._replace(bar="", is_met=True)
         finally:
             if device.type == "cuda":
                 torch.backends.cuda.enable_cudnn_sdp(False)
@@ -161,9 +161,9 @@ def list_kernels(device: torch.device, sizes: Sizes) -> Iterator[Figure]:
         found = {name: found_kernels(runner, chunks) for name, chunks in steps.items()}
         del found[""]
         value = "; ".join(f"{name}: {kernel}" for name, kernel in found.items())
-        is_held = all(kernel in ("flash", "efficient") for kernel in found.values())
+        is_met = all(kernel in ("flash", "efficient") for kernel in found.values())
         figure = f"kernels of {name_of(dtype)}, heads of {model['HEAD_DIM']}"
-        yield Figure(figure, value, "flash or efficient", is_held)
+        yield Figure(figure, value, "flash or efficient", is_met)
 
 
 def found_kernels(runner: ModelRunner, chunks: Sequence[Chunk]) -> str:
@@ -197,8 +197,8 @@ def measure_tokens(runner: ModelRunner, num_tokens: int, seconds: float, how: st
     bar = (
         f"<= {MAX_STEP_SECONDS * 1e3:.0f} ms, slowest <= {MAX_SLOWEST:.0f} times that, <= {MAX_GROWTH_BYTES >> 20} MiB"
     )
-    is_held = median <= MAX_STEP_SECONDS and slowest <= MAX_SLOWEST * median and max(grown) <= MAX_GROWTH_BYTES
-    return Figure(f"{len(times)} tokens of one sequence {how}", value, bar, is_held)
+    is_met = median <= MAX_STEP_SECONDS and slowest <= MAX_SLOWEST * median and max(grown) <= MAX_GROWTH_BYTES
+    return Figure(f"{len(times)} tokens of one sequence {how}", value, bar, is_met)
 
 
 def count_memory(runner: ModelRunner) -> tuple[int, int]:
@@ -237,12 +237,12 @@ def measure_precision(device: torch.device, sizes: Sizes, _pool_kind: str) -> It
             reference = list_choices(build_runner(folder, CPU, torch.float32, 40), ())
             tokens = [choice[0] for choice in reference]
             plain = compare_choices(list_choices(build_runner(folder, CPU, torch.bfloat16, 40), tokens), reference)
-        yield Figure("bfloat16 on a CPU, no GPU's code", tell_errors(*plain), "", True)
+        yield Figure("bfloat16 on a CPU, no GPU's code", format_errors(*plain), "", True)
         for dtype in (torch.float32, *HALVES):
             errors, same = compare_choices(list_choices(build_runner(folder, device, dtype, 40), tokens), reference)
             limit = MAX_ERROR_SHARE * statistics.mean(plain[0]) + ERROR_SLACK if dtype in HALVES else 1e-3
-            figure = f"{name_of(dtype)} beside float32 on a CPU"
-            yield Figure(figure, tell_errors(errors, same), f"mean <= {limit:.4f}", statistics.mean(errors) <= limit)
+            figure = f"{name_of(dtype)} compared with float32 on a CPU"
+            yield Figure(figure, format_errors(errors, same), f"mean <= {limit:.4f}", statistics.mean(errors) <= limit)
             free_memory(device)
 
 
@@ -282,7 +282,7 @@ def compare_choices(
     return [error for error in errors if math.isfinite(error)], sum(one[0] == other[0] for one, other in pairs)
 
 
-def tell_errors(errors: Sequence[float], same: int) -> str:
+def format_errors(errors: Sequence[float], same: int) -> str:
     of_all = f"{same} of {len(LENGTHS) * DECODED} tokens the same"
     return f"log probabilities off by {statistics.mean(errors):.4f} (mean), {max(errors):.3f} (most); {of_all}"
 
@@ -392,13 +392,13 @@ def ask_child(
     child = context.Process(target=answer_parent, args=(work, device, sizes, others), daemon=True)
     child.start()
     others.close()
-    value, is_held = "the process gave no result in time", False
+    value, is_met = "the process gave no result in time", False
     with contextlib.suppress(EOFError):
         if mine.poll(CHILD_SECONDS[device.type]):
-            value, is_held = mine.recv()
+            value, is_met = mine.recv()
     child.kill()
     child.join()
-    return Figure(figure, value, bar, is_held)
+    return Figure(figure, value, bar, is_met)
 
 
 def answer_parent(
@@ -526,7 +526,7 @@ async def hand_over(
     prefill.runner.kv[blocks] = torch.randn_like(prefill.runner.kv[blocks])
     reservation = await to_side.reserve_blocks(Prompt.of_sequence(make_sequence(tokens, ())))
     if reservation is None:
-        raise RuntimeError("the decode side has no room")
+        raise RuntimeError("the decode side has no free blocks")
     times = [time.perf_counter()]
     target = await to_side.open_blocks(reservation)
     times.append(time.perf_counter())
@@ -632,4 +632,4 @@ PARTS: Parts = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run_parts(PARTS, None, "Check what only a GPU can show."))
+    sys.exit(run_parts(PARTS, None, "Measure and check properties that only a GPU shows."))

@@ -118,7 +118,7 @@ class Figure(NamedTuple):
     figure: str
     value: str
     bar: str
-    is_held: bool
+    is_met: bool
 
 
 Parts: TypeAlias = Mapping[str, Callable[[torch.device, Sizes, str], Iterator[Figure]]]
@@ -146,9 +146,9 @@ def run_parts(parts: Parts, argv: Sequence[str] | None, description: str) -> int
         for name in args.parts or parts:
             try:
                 for row in parts[name](torch.device(args.device), sizes, args.pool):
-                    verdict = ("held" if row.is_held else "**missed**") if args.device == "cuda" else "try-out"
+                    verdict = ("met" if row.is_met else "**missed**") if args.device == "cuda" else "try-out"
                     print(f"| {row.figure} | {row.value} | {row.bar} | {verdict} |", flush=True)
-                    missed += not row.is_held and args.device == "cuda"
+                    missed += not row.is_met and args.device == "cuda"
             except Exception as exc:  # the figures so far count, and the other parts still run
                 failed += 1
                 reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
@@ -229,10 +229,10 @@ def measure_moves(kv: torch.Tensor, sizes: Sizes, store: StorageBackend, label: 
     for direction, move in moves.items():
         if has_bytes:
             copied = 1 / (1 / host_rate(hash_bytes) + 1 / host_rate(copy_bytes))
-            what, bar = "one core", MIN_CHECKED_RATE
+            reference, bar = "one core", MIN_CHECKED_RATE
         else:
             copied = statistics.median(copy_rate(nbytes, device, direction) for _ in range(sizes.rounds))
-            what, bar = "a pinned copy", MIN_RATE
+            reference, bar = "a pinned copy", MIN_RATE
         rates = []
         for turn in range(sizes.rounds + 1):
             # Each save has new names, because blocks that the pool has are not saved again.
@@ -242,7 +242,7 @@ def measure_moves(kv: torch.Tensor, sizes: Sizes, store: StorageBackend, label: 
             rates.append(moved * kv[0].nbytes / (time.perf_counter() - start) / 1e9)
         rate = statistics.median(rates[1:])  # the first warms up
         share = rate / copied
-        value = f"{rate:.1f} GB/s, {share:.2f} of the {copied:.1f} of {what}"
+        value = f"{rate:.1f} GB/s, {share:.2f} of the {copied:.1f} of {reference}"
         figure = f"{direction} {nbytes >> 20} MiB in blocks{label} ({kv.nbytes / (1 << 30):.1f} GiB)"
         yield Figure(figure, value, f">= {bar}", share >= bar)
     transfers.close()
@@ -407,9 +407,9 @@ def measure_ttft(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterator
                 value += f"{rate / copied:.2f} of one core's copy"
                 value += f"; {different} of {len(pairs)} first tokens differ" if different else ""
                 is_longest = length == max(sizes.prompts)
-                is_held = (not is_longest or rate >= MIN_HIT_RATE * copied) and different <= MAX_DIFFERENT * len(pairs)
+                is_met = (not is_longest or rate >= MIN_HIT_RATE * copied) and different <= MAX_DIFFERENT * len(pairs)
                 bar = f">= {MIN_HIT_RATE} of the copy" if is_longest else ""
-                yield Figure(f"TTFT of a hit of {length} tokens, {name}", value, bar, is_held)
+                yield Figure(f"TTFT of a hit of {length} tokens, {name}", value, bar, is_met)
 
 
 class Pair(NamedTuple):
@@ -447,12 +447,12 @@ def measure_decode(device: torch.device, sizes: Sizes, pool_kind: str) -> Iterat
         Instance(folder, device, sizes, pool_kind, spare_blocks=sizes.moved_blocks) as instance,
     ):
         loads = Loads(instance, sizes.moved_blocks)
-        alone, beside = [], []
+        alone, loaded = [], []
         for i in range(sizes.rounds + 1):
             alone.append(median_step(instance, sizes, f"alone {i}"))
             with loads.going_on():
-                beside.append(median_step(instance, sizes, f"beside {i}"))
-        step, slowed = statistics.median(alone[1:]), statistics.median(beside[1:])
+                loaded.append(median_step(instance, sizes, f"with loads {i}"))
+        step, slowed = statistics.median(alone[1:]), statistics.median(loaded[1:])
         # A second of decoding with loads does as much as step / slowed seconds without loads.
         lost = max(0.0, 1 - step / slowed) * 1e3 / loads.rate
         value = f"{lost:.1f} ms a GB: {slowed * 1e3:.2f} ms with {loads.rate:.1f} GB/s of loads, "

@@ -28,7 +28,7 @@ _COMMON = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.12,
 }
-# Of the families of which times are measured: as make_model's, whose prompts take longer to compute than to load.
+# Sizes of make_model, for the families with measured times: a prompt takes longer to compute than to load.
 _LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -52,7 +52,7 @@ _ANSWER = (
 
 @dataclass(frozen=True)
 class Prompts(Case):
-    """Requests whose prompts share ``shared_bytes``; all after that is different for each request."""
+    """Requests with prompts that share their first ``shared_bytes`` and differ after that."""
 
     shared_bytes: int = 0
 
@@ -98,7 +98,7 @@ class Instance(asyncio.Protocol):
 
 
 class Cache:
-    """The cache of a mock instance, and what it publishes."""
+    """The cache of a mock instance, which publishes its changes."""
 
     def __init__(self, publisher: EventPublisher) -> None:
         self.publisher, self._blocks = publisher, dict[int, None]()
@@ -160,8 +160,10 @@ def running_router(folder: Path, instances: dict[int, EventPublisher], *flags: s
 
     def register(ended: threading.Event) -> None:
         while not ended.is_set():
-            told = [registration_fields("mixed", each) | {"kv_events": by.fields} for each, by in instances.items()]
-            taken = {post(port, "/register", json.dumps(each).encode()) for each in told}
+            registrations = [
+                registration_fields("mixed", each) | {"kv_events": by.fields} for each, by in instances.items()
+            ]
+            taken = {post(port, "/register", json.dumps(each).encode()) for each in registrations}
             ended.wait(HEARTBEAT_S if taken == {200} else 0.1)
 
     def is_ready() -> bool:

@@ -1,4 +1,4 @@
-"""Measure what the pool gains: on a conversation trace, on a trace of agents, by prompt length, and by router.
+"""Measure the gain of the pool: on a conversation trace, on a trace of agents, by prompt length, and by router.
 
     python benchmarks/pool_gain.py conversations --trace ../shared/traces/conversation_trace.jsonl --json FILE
     python benchmarks/pool_gain.py agents --json FILE
@@ -7,8 +7,8 @@
 
 On the traces, four requests at a time go through our router to two instances of our engine with the small checkpoint,
 without any cache, with their own caches, and with their own caches and a Mooncake pool. Prompts are scaled down, and
-so are the own caches: each has room for a quarter of the different blocks, at least for 288. ``agents`` uses
-``agent_trace.py``. ``lengths`` takes the time to first token of prompts that one instance computes and the other one
+so are the own caches: each has space for a quarter of the different blocks, at least for 288. ``agents`` uses
+``agent_trace.py``. ``lengths`` measures the time to first token of prompts that one instance computes and the other one
 loads. ``routers`` sends the conversation trace through our router, and through sglang-router, smg and vllm-router with
 their policy cache_aware, to instances with and without the pool. Each process has one compute thread. ``--json``
 writes a table for ``scripts/results``.
@@ -86,7 +86,7 @@ def ask(url: str, text: str) -> tuple[float, int, int]:
 
 
 def choose_flags(prompts: Sequence[Prompt], block_tokens: int) -> list[str]:
-    """Return the flags of instances with own caches that have room for a quarter of the different blocks."""
+    """Return the flags of instances with own caches that have space for a quarter of the different blocks."""
     own_blocks = len({block for prompt in prompts for block in prompt}) * block_tokens // ENGINE_BLOCK // 4
     size = ["--block-size", str(ENGINE_BLOCK), "--num-gpu-blocks-override", str(max(own_blocks, MIN_OWN_BLOCKS))]
     return [*size, "--served-model-name", "any"]

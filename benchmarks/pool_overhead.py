@@ -64,7 +64,7 @@ CHECKSUMS: dict[str, Callable[[memoryview], object]] = {
 class Row(NamedTuple):
     """One row of the table: the figures of the raw calls and of the full stack, their ratio, and its bar if any."""
 
-    what: str
+    name: str
     raw: float
     full: float
     unit: str
@@ -150,7 +150,7 @@ def transfers(where: str, stack: Stack, size: int, rounds: int, *, headroom: boo
             bar = (SMALL_BARS if size == SIZES[0] else BARS)[where]
             row = row._replace(bar=f">= {bar:.2f}", is_met=row.ratio >= bar)
         else:
-            row = row._replace(what=f"{row.what}, no headroom")
+            row = row._replace(name=f"{row.name}, no headroom")
         rows.append(row)
     return rows
 
@@ -171,8 +171,8 @@ def lookup(where: str, stack: Stack, rounds: int) -> Row:
     stack.full.unregister(base, memory.nbytes)
     before, after = (1e6 * statistics.median(times) for times in (raw, full))
     bar = BARS["lookup"]
-    what = f"lookup of {LOOKED_UP} blocks {where}"
-    return Row(what, before, after, "us", after / before, f"<= {bar:.2f}", after / before <= bar)
+    name = f"lookup of {LOOKED_UP} blocks {where}"
+    return Row(name, before, after, "us", after / before, f"<= {bar:.2f}", after / before <= bar)
 
 
 def lookup_while_open(rounds: int) -> dict[str, float]:
@@ -287,8 +287,8 @@ def hold_memory(master: str) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(sock.getsockname()[1]) for sock in sockets]
 
 
@@ -306,7 +306,7 @@ def show(rows: Sequence[Row], while_open: dict[str, float], checksums: dict[str,
     for row in rows:
         raw, full, ratio = (f"{figure:.2f}" for figure in (row.raw, row.full, row.ratio))
         print(
-            f"{row.what:<34}{raw:>10}{full:>12} {row.unit:<5}{ratio:>8}{row.bar:>10}{'' if row.is_met else '  MISSED'}"
+            f"{row.name:<34}{raw:>10}{full:>12} {row.unit:<5}{ratio:>8}{row.bar:>10}{'' if row.is_met else '  MISSED'}"
         )
     print(f"\n{LOOKED_UP} keys while the breaker is open, us (bar: < {OPEN_BAR_US:g})")
     for name, microseconds in while_open.items():

@@ -179,16 +179,16 @@ class Instance:
         return self._pool.is_ready
 
     def _compute(self, hashes: Sequence[bytes], on_end: Callable[[int], None]) -> None:
-        held = self._blocks.allocate_blocks(len(hashes))
-        for block, block_hash in zip(held, hashes, strict=True):
+        allocated = self._blocks.allocate_blocks(len(hashes))
+        for block, block_hash in zip(allocated, hashes, strict=True):
             self._cache.fill(right_bytes(block_hash, BLOCK_BYTES), block * BLOCK_BYTES)
             self._blocks.publish_block(block, block_hash)
 
         def on_saved(outcome: Outcome) -> None:
-            self._saved.note_blocks(hashes, held)
+            self._saved.note_blocks(hashes, allocated)
             on_end(outcome.count)
 
-        self._transfers.save(hashes, held, on_saved, partial(self._blocks.release_blocks, held))
+        self._transfers.save(hashes, allocated, on_saved, partial(self._blocks.release_blocks, allocated))
 
     def _locate(self, blocks: Sequence[int]) -> list[Value]:
         return [[Span(self._cache.address + block * BLOCK_BYTES, BLOCK_BYTES)] for block in blocks]
@@ -375,7 +375,7 @@ def main() -> int:
     """Run all trials, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--only", default="", metavar="WORD", help="only means and events with this word")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only means and events with this text")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
     arguments = parser.parse_args()
     lines = []

@@ -113,12 +113,12 @@ def show_quality(folder: Path, count: int) -> None:
 
 
 def rate_form(model: Any, prompts: list[torch.Tensor], answers: list[torch.Tensor], form: str) -> Quality:
-    """Compare the model's answers to prompts whose KV was stored in this form with the reference ``answers``."""
+    """Compare the model's answers to prompts with KV in this form with the reference ``answers``."""
     losses, same_token, same_answer = [], [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         cache = cache_after_hit(model, prompt, form)
-        told = torch.cat([prompt[-1:], answer[:-1]])[None]
-        logits = model(input_ids=told, past_key_values=cache).logits[0]
+        inputs = torch.cat([prompt[-1:], answer[:-1]])[None]
+        logits = model(input_ids=inputs, past_key_values=cache).logits[0]
         losses += torch.nn.functional.cross_entropy(logits, answer, reduction="none").tolist()
         same_token += (logits.argmax(-1) == answer).tolist()
         same_answer.append(torch.equal(answer_after_hit(model, prompt, form, len(answer)), answer))
@@ -126,7 +126,7 @@ def rate_form(model: Any, prompts: list[torch.Tensor], answers: list[torch.Tenso
 
 
 def answer_after_hit(model: Any, prompt: torch.Tensor, form: str, count: int) -> torch.Tensor:
-    """Return the greedy answer of ``count`` tokens to a prompt whose full blocks were stored in this form."""
+    """Return the greedy answer of ``count`` tokens to a prompt with its full blocks in this form."""
     cache = cache_after_hit(model, prompt, form)
     tokens = [prompt[-1]]
     for _ in range(count):

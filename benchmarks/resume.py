@@ -95,8 +95,8 @@ class Fleet:
         The health check is necessary because the router may not have noticed a kill yet.
         """
         with contextlib.suppress(httpx.HTTPError, KeyError):
-            told = CLIENT.get(f"{self.url}/registered").json()[role]
-            ports = [int(each["port"]) for each in told if each["state"] == "healthy"]
+            registered = CLIENT.get(f"{self.url}/registered").json()[role]
+            ports = [int(each["port"]) for each in registered if each["state"] == "healthy"]
             return [port for port in ports if self._answers(port)]
         return []
 
@@ -129,14 +129,14 @@ class Broken(Exception):
     """The error that a stream did not end properly."""
 
 
-class Told(NamedTuple):
+class Result(NamedTuple):
     """The text of one stream, and the prompt tokens in its usage."""
 
     text: str
     prompt_tokens: int
 
 
-def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int | None = None) -> Told:
+def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int | None = None) -> Result:
     """Read one greedy stream; kill its instance after ``kill_after`` choices if that is given.
 
     Raises:
@@ -144,7 +144,7 @@ def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int
     """
     body: dict[str, Any] = {**PATHS[path](text), "max_tokens": tokens, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-    said, finishes, usages, done, count = "", 0, [], 0, 0
+    answer, finishes, usages, done, count = "", 0, [], 0, 0
     with CLIENT.stream("POST", f"{fleet.url}{path}", json=body) as response:
         if response.status_code != 200:
             raise Broken(f"{response.status_code} {response.read()[:300]!r}")
@@ -159,7 +159,7 @@ def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int
             if "error" in chunk:
                 raise Broken(str(chunk)[:300])
             for choice in chunk["choices"]:
-                said += choice.get("delta", choice).get("content", choice.get("text", "")) or ""
+                answer += choice.get("delta", choice).get("content", choice.get("text", "")) or ""
                 finishes += bool(choice["finish_reason"])
                 count += 1
             usages += [chunk["usage"]] if chunk.get("usage") else []
@@ -168,7 +168,7 @@ def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int
                 fleet.kill_instance(port)
     if (finishes, done, [usage["completion_tokens"] for usage in usages]) != (1, 1, [tokens]):
         raise Broken(f"{finishes} finish reasons, {done} [DONE], usage {usages}")
-    return Told(said, usages[0]["prompt_tokens"])
+    return Result(answer, usages[0]["prompt_tokens"])
 
 
 def kill_at_every_token(fleet: Fleet, tokens: int, step: int) -> list[str]:
@@ -181,8 +181,8 @@ def kill_at_every_token(fleet: Fleet, tokens: int, step: int) -> list[str]:
         for kill_after in runs:
             fleet.wait_until_whole()
             try:
-                equal += (told := read_stream(fleet, path, PROMPT, tokens, kill_after)) == whole
-                wrong += [] if told == whole else [f"{path}, killed after {kill_after}: another answer: {told}"]
+                equal += (result := read_stream(fleet, path, PROMPT, tokens, kill_after)) == whole
+                wrong += [] if result == whole else [f"{path}, killed after {kill_after}: another answer: {result}"]
             except (Broken, httpx.HTTPError) as exc:
                 wrong.append(f"{path}, killed after {kill_after}: {type(exc).__name__} {exc}")
         print(f"{path}: {equal} of {len(runs)} texts equal the undisturbed one", flush=True)
@@ -199,8 +199,8 @@ def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, str
     fleet.wait_until_whole()
     asked = [(path, f"{PROMPT} {number}") for number in range(PROMPTS_UNDER_LOAD) for path in PATHS]
     with ThreadPoolExecutor(len(asked)) as pool:
-        told = pool.map(lambda each: read_stream(fleet, each[0], each[1], tokens), asked)
-        whole = dict(zip(asked, told, strict=True))
+        results = pool.map(lambda each: read_stream(fleet, each[0], each[1], tokens), asked)
+        whole = dict(zip(asked, results, strict=True))
     tally: Counter[str] = Counter()
     ends_at = time.monotonic() + seconds
 
@@ -208,8 +208,8 @@ def kill_under_load(fleet: Fleet, tokens: int, seconds: float, every: float, str
         while time.monotonic() < ends_at:
             each = asked[number % len(asked)]
             try:
-                told = read_stream(fleet, each[0], each[1], tokens)
-                tally["whole" if told == whole[each] else "another answer"] += 1
+                result = read_stream(fleet, each[0], each[1], tokens)
+                tally["whole" if result == whole[each] else "another answer"] += 1
             except (Broken, httpx.HTTPError) as exc:
                 tally[f"{type(exc).__name__} {exc}"] += 1
                 time.sleep(0.5)

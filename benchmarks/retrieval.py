@@ -9,8 +9,8 @@ engine's own paged attention. The ceiling is the highest possible speed-up, if o
 tokens / (window + share of the rest).
 
 Keys and queries are random walks (along the text, and from step to step), so that neighbours are similar, as in real
-models. ``still`` repeats the same query, and reads the same blocks in each step. ``jumping`` draws each query anew, so
-that nearly all of its blocks change; as blocks are read in place, this must not matter. Dense and sparse steps
+models. ``still`` repeats the same query, and reads the same blocks in each step. ``jumping`` draws independent queries,
+so that nearly all blocks change; as blocks are read in place, this must not matter. Dense and sparse steps
 alternate, and the fastest of each counts, because other work on the machine slows both; another column shows the
 medians. ``resident`` is the share of a sequence's KV that a GPU would have to hold.
 """

@@ -93,7 +93,7 @@ class Fleet:
 def read_stream(client: httpx.Client, router: str, prompt: str, tokens: int) -> str:
     """Read a greedy stream; return its text, or a description of the error that begins with "!"."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
-    said, finishes, done = "", 0, 0
+    text, finishes, done = "", 0, 0
     try:
         with client.stream("POST", f"http://{router}/v1/completions", json=body) as response:
             if response.status_code != 200:
@@ -105,11 +105,11 @@ def read_stream(client: httpx.Client, router: str, prompt: str, tokens: int) -> 
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
                         return f"!{chunk['error']}"
-                    said += "".join(choice["text"] for choice in chunk["choices"])
+                    text += "".join(choice["text"] for choice in chunk["choices"])
                     finishes += sum(bool(choice["finish_reason"]) for choice in chunk["choices"])
     except httpx.HTTPError as exc:
         return f"!{exc!r}"
-    return said if (finishes, done) == (1, 1) else f"!{finishes} finish reasons, {done} [DONE]"
+    return text if (finishes, done) == (1, 1) else f"!{finishes} finish reasons, {done} [DONE]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,8 +143,8 @@ def _roll(fleet: Fleet, flags: argparse.Namespace) -> int:
         prompt = PROMPTS[number % len(PROMPTS)]
         with httpx.Client(trust_env=False, timeout=300) as client:
             while not is_over.is_set():
-                said = read_stream(client, fleet.router, prompt, flags.tokens)
-                outcomes["whole" if said == expected[prompt] else said[:200] if said[:1] == "!" else "another"] += 1
+                text = read_stream(client, fleet.router, prompt, flags.tokens)
+                outcomes["whole" if text == expected[prompt] else text[:200] if text[:1] == "!" else "another"] += 1
 
     streams = [threading.Thread(target=keep_streaming, args=(number,)) for number in range(flags.streams)]
     for stream in streams:

@@ -111,14 +111,14 @@ class Case:
 
     @property
     def title(self) -> str:
-        what = {
+        load = {
             "small": "small bodies",
             "large": "128 KB prompts",
             "unique": "32 KB prompts that share nothing",
             "burst": f"streams of {EVENTS} events at once",
             "paced": f"streams of an event every {PACE_MS} ms",
         }[self.kind]
-        return f"{what}, {self.connections} connection{'s' if self.connections > 1 else ''}"
+        return f"{load}, {self.connections} connection{'s' if self.connections > 1 else ''}"
 
     def body(self) -> bytes:
         """Return the body of a request. It has only fields of the OpenAI API; native/worker.c says how it uses them."""
@@ -481,7 +481,7 @@ def _stat_fields(pid: int) -> list[str]:
 class Bar(NamedTuple):
     """One figure, and the bar that it must meet."""
 
-    what: str
+    name: str
     value: float
     bar: str
     is_met: bool
@@ -499,12 +499,12 @@ def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
         values = [compared(own, theirs) for own, theirs in rounds]
         return statistics.median(values) if values else None
 
-    def hold(mode: str, case: Case, what: str, figure: str, peers: Sequence[str], least: float, most: float) -> None:
+    def hold(mode: str, case: Case, name: str, figure: str, peers: Sequence[str], least: float, most: float) -> None:
         for peer in peers:
             ratio = compare(mode, case, peer, lambda own, theirs: own[figure] / theirs[figure])
             if ratio is not None:
                 bar = f">= {least:g}" if least else f"<= {most:g}"
-                found.append(Bar(f"{mode}, {what}, {ours} / {peer}", ratio, bar, least <= ratio <= most))
+                found.append(Bar(f"{mode}, {name}, {ours} / {peer}", ratio, bar, least <= ratio <= most))
 
     everybody = tuple(PEERS)
     for mode, faster, peers in (("pd", 1.3, everybody[:2]), ("mixed", 1.0, everybody)):
@@ -521,8 +521,8 @@ def bars(measured: dict[Cell, list[Figures]]) -> list[Bar]:
         hold(mode, case, f"{case.kind}: CPU per event", "router_us", everybody, 0.0, 1.0)
         stall = compare(mode, case, "direct", lambda own, direct: own["stall_p99_us"] - direct["stall_p99_us"])
         if stall is not None:
-            what = f"{mode}, {case.kind}: stall at a stream's end, p99, ms more than direct"
-            found.append(Bar(what, stall / 1e3, f"< {STALL_BAR_MS:g}", stall / 1e3 < STALL_BAR_MS))
+            name = f"{mode}, {case.kind}: stall at a stream's end, p99, ms more than direct"
+            found.append(Bar(name, stall / 1e3, f"< {STALL_BAR_MS:g}", stall / 1e3 < STALL_BAR_MS))
     return found
 
 
@@ -600,7 +600,7 @@ def show(bench: Bench) -> None:
     _show_summary(figures)
     print()
     for bar in bars(bench.measured):
-        print(f"{bar.what:<70}{bar.value:>8.2f}{bar.bar:>10}  {'met' if bar.is_met else 'MISSED'}")
+        print(f"{bar.name:<70}{bar.value:>8.2f}{bar.bar:>10}  {'met' if bar.is_met else 'MISSED'}")
 
 
 def _show_summary(figures: dict[Cell, Figures]) -> None:

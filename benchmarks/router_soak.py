@@ -110,14 +110,14 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
     before = _show("start", pid, tally)
     few = FEW * options.workers
     started = time.monotonic()
-    with show_progress("soak", options.seconds) as tell:
+    with show_progress("soak", options.seconds) as report:
         while (seconds := time.monotonic() - started) < options.seconds / 3:
-            tell(seconds, "warm-up")
+            report(seconds, "warm-up")
             await asyncio.sleep(min(1.0, options.seconds / 3 - seconds))
     highest = warm = _show("after warm-up", pid, tally).memory_mb
-    with show_progress("soak", options.seconds) as tell:
+    with show_progress("soak", options.seconds) as report:
         while (seconds := time.monotonic() - started) < options.seconds:
-            tell(seconds, f"{tally.ended.total()} requests")
+            report(seconds, f"{tally.ended.total()} requests")
             await asyncio.sleep(min(1.0, options.seconds / 20))
             highest = max(highest, _weigh(pid).memory_mb)
     end = _show("end", pid, tally).memory_mb
@@ -130,7 +130,7 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
     give_up_at = time.monotonic() + SHRINKS_WITHIN_S
     while _weigh(pid).files > before.files + few and time.monotonic() < give_up_at:
         await asyncio.sleep(0.1)
-    after = _show("clients gone", pid, tally)
+    after = _show("clients closed", pid, tally)
     kinds = ", ".join(f"{count} {kind}" for kind, count in tally.ended.most_common())
     print(f"requests: {kinds}; {tally.ended.total() / options.seconds:.0f} a second; most memory {highest:.1f} MB")
     troubles = [f"lost {count} times: {how}" for how, count in tally.lost.most_common(10)]
@@ -138,11 +138,15 @@ async def _soak(pid: int, port: int, options: argparse.Namespace) -> list[str]:
     if end - warm > allowed:
         troubles.append(f"memory grew by {end - warm:.1f} MB after the warm-up; {allowed:g} MB are allowed")
     if left:
-        troubles.append(f"{left} requests still count at instances after all clients have gone")
+        troubles.append(f"{left} requests are still counted at instances after all clients have left")
     if after.files > before.files + few:
-        troubles.append(f"{after.files} files are open after all clients have gone, and {before.files} at the start")
+        troubles.append(
+            f"{after.files} files are open after all clients have left; {before.files} were open at the start"
+        )
     if after.processes != before.processes:
-        troubles.append(f"the router is {after.processes} processes at the end, and was {before.processes}")
+        troubles.append(
+            f"the router has {after.processes} processes at the end; it had {before.processes} at the start"
+        )
     return troubles
 
 

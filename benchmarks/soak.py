@@ -46,7 +46,7 @@ from tests.support.processes import Child, child
 
 LAYERS = 2
 BATCHED = 128  # tokens computed in a step
-BLOCK, BLOCKS, SEQUENCES, LONGEST = 16, 128, 6, 1024  # an instance has room for two of the longest conversations
+BLOCK, BLOCKS, SEQUENCES, LONGEST = 16, 128, 6, 1024  # an instance has blocks for two of the longest conversations
 SEGMENT = "16MiB"  # memory that an instance gives to the pool: 512 blocks
 MARGIN = 1e-3  # smallest lead of the right token in nats, so that rounding (2e-5) never changes an answer
 CONVERSATIONS, TURNS, ANSWER = 96, 5, 48
@@ -54,16 +54,21 @@ USERS = 8
 HANGS_UP = 0.06  # share of requests
 
 DEADLINE = 60.0  # seconds within which a request must end
-TRIES = 20  # most attempts of a user whose answers were cut off
+TRIES = 20  # most attempts of a user after incomplete answers
 WARM = 30.0  # seconds after which a process must not grow any more
-MIB_GROWN = 48.0  # allowed growth of an instance: its part of the pool, and memory that malloc keeps
-FDS_GROWN, FDS_PER_END = 12, 3  # allowed new descriptors; Mooncake's client keeps some for each process that ended
-IDLE_SECONDS = 75.0  # seconds until all blocks must be free; D keeps blocks that a lost P may still write for 60 s
+MIB_GROWN = 48.0  # allowed growth of an instance: its part of the pool, and free memory that malloc does not return
+FDS_GROWN, FDS_PER_END = (
+    12,
+    3,
+)  # allowed new descriptors; Mooncake's client does not close some for each process that ended
+IDLE_SECONDS = (
+    75.0  # seconds until all blocks must be free; for 60 s, D does not release blocks that a lost P may still write to
+)
 
 Message = dict[str, str]
 
 
-# --- what is right --------------------------------------------------------------------------------------------
+# --- right answers ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,8 @@ def shallow_model(folder: Path) -> Path:
     shutil.copytree(whole, shallow)
     dropped = tuple(f"model.layers.{i}." for i in range(LAYERS, 100))
     tensors = load_file(whole / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
-    save_file(kept, shallow / "model.safetensors", metadata={"format": "pt"})
+    remaining = {name: tensor for name, tensor in tensors.items() if not name.startswith(dropped)}
+    save_file(remaining, shallow / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((shallow / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
     (shallow / "config.json").write_text(json.dumps(config))
     return shallow
@@ -240,12 +245,12 @@ async def read_metrics(port: int) -> dict[str, float] | None:
 
 
 @contextlib.asynccontextmanager
-async def _waiting_for(what: str, seconds: float) -> AsyncIterator[None]:
+async def _waiting_for(event: str, seconds: float) -> AsyncIterator[None]:
     give_up = asyncio.get_running_loop().call_later(seconds, asyncio.current_task().cancel)  # type: ignore[union-attr]
     try:
         yield
     except asyncio.CancelledError:
-        sys.exit(f"waited {seconds:g} s in vain for {what}")
+        sys.exit(f"waited {seconds:g} s for {event}")
     finally:
         give_up.cancel()
 
@@ -447,7 +452,7 @@ class Chaos:
 class Line:
     """One figure and its bar; ``is_met`` is None for a figure without a bar."""
 
-    what: str
+    name: str
     figure: str
     bar: str = ""
     is_met: bool | None = None
@@ -547,16 +552,16 @@ class Soak:
 
     async def _watch(self, instances: Sequence[Instance], router: Life, chaos: Chaos, users: Users) -> None:
         begun = time.monotonic()
-        with show_progress("load", self._seconds) as tell:
+        with show_progress("load", self._seconds) as report:
             while True:
                 for life in (router, chaos.master, *(instance.life for instance in instances)):
                     life.sample()
                 ends = ", ".join(f"{end} {number}" for end, number in sorted(users.record.ends.items()))
-                tell(min(self._seconds, time.monotonic() - begun), ends)
+                report(min(self._seconds, time.monotonic() - begun), ends)
                 await asyncio.sleep(1)
 
     async def _leaks(self, instances: Sequence[Instance], router: int) -> list[Line]:
-        """Check after the last request that no block is held and no request is running."""
+        """Check after the last request that no block is in use and no request is running."""
         wanted = {
             "fastdeploy:available_gpu_block_num": float(BLOCKS),
             "kvstore_reserved_blocks": 0.0,
@@ -569,8 +574,8 @@ class Soak:
         while True:
             for instance in instances:
                 metrics = await instance.metrics() or {}
-                held = {name: metrics.get(name, -1) for name in wanted if metrics.get(name) != wanted[name]}
-                left[instance.name] = held
+                used = {name: metrics.get(name, -1) for name in wanted if metrics.get(name) != wanted[name]}
+                left[instance.name] = used
             metrics = await read_metrics(router) or {}
             left["router"] = {
                 name: value
@@ -582,7 +587,7 @@ class Soak:
             await asyncio.sleep(0.5)
         figure = f"all after {time.monotonic() - begun:.1f} s"
         if any(left.values()):
-            figure = f"not { ({name: held for name, held in left.items() if held}) }"
+            figure = f"not { ({name: values for name, values in left.items() if values}) }"
         lines = [Line("blocks free, none reserved, nothing running", figure, f"{IDLE_SECONDS:g} s", figure[0] == "a")]
         ways: Counter[str] = Counter()
         for instance in instances:
@@ -596,7 +601,7 @@ class Soak:
     def _troubles(self, chaos: Chaos, script: Sequence[Sequence[Turn]]) -> list[Line]:
         turns = sum(map(len, script))
         yielded = [Line("conversations, turns in them", f"{len(script)}, {turns}")]
-        return yielded + [Line(f"  {what}", f"{number} times") for what, number in sorted(chaos.done.items())]
+        return yielded + [Line(f"  {trouble}", f"{number} times") for trouble, number in sorted(chaos.done.items())]
 
     def _answers(self, record: Record) -> list[Line]:
         times = sorted(record.seconds)
@@ -666,7 +671,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = asyncio.run(Soak(options, logs.absolute()).run())
     for line in lines:
         missed = "  VIOLATED" if line.is_met is False else ""
-        print(f"{line.what:<64}{line.figure:>28}{line.bar:>10}{missed}")
+        print(f"{line.name:<64}{line.figure:>28}{line.bar:>10}{missed}")
     return int(any(line.is_met is False for line in lines))
 
 

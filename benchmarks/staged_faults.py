@@ -2,10 +2,10 @@
 
     python benchmarks/staged_faults.py                     # every fault
     python benchmarks/staged_faults.py --fault late torn   # some of them
-    python benchmarks/staged_faults.py --family gemma3     # a model whose layers form several groups
+    python benchmarks/staged_faults.py --family gemma3     # a model with several groups of layers
 
 A small checkpoint runs on CPU in float32. Its KV memory is used like a device's memory (by the stand-in of
-``kvstore_backend.staging``); the buffers have room for three blocks. An instance without a pool computes the right
+``kvstore_backend.staging``); the buffers have space for three blocks. An instance without a pool computes the right
 answers. One instance fills a real Mooncake pool; other processes hold the pool's memory. Another instance, with an
 empty cache, then answers all prompts, eight at a time, while the fault begins and ends. Faults of processes are real.
 ``evicted`` removes blocks between look-up and read. ``late`` lets one call in five exceed its deadline, with garbage in

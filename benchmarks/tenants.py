@@ -78,8 +78,8 @@ def measure_hits(tenant: Tenant, seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def flooding(tenant: Tenant, told: dict[str, float]) -> Iterator[None]:
-    """Put new blocks at ten times the quiet tenant's rate during the ``with`` block; add the figures to ``told``."""
+def flooding(tenant: Tenant, figures: dict[str, float]) -> Iterator[None]:
+    """Put new blocks at ten times the quiet tenant's rate during the ``with`` block; add the figures to ``figures``."""
 
     def flood(is_over: threading.Event) -> None:
         began, count, taken = time.monotonic(), 0, 0
@@ -88,8 +88,8 @@ def flooding(tenant: Tenant, told: dict[str, float]) -> Iterator[None]:
             taken += sum(map(bool, tenant.put(keys)))
             count += len(keys)
             is_over.wait(max(0.0, began + count / (FLOOD_FACTOR * QUIET_RATE) - time.monotonic()))
-        told["flood_per_second"] = count / (time.monotonic() - began)
-        told["flood_taken"] = taken / count
+        figures["flood_per_second"] = count / (time.monotonic() - began)
+        figures["flood_taken"] = taken / count
 
     with working_beside(flood):
         yield
@@ -108,13 +108,13 @@ def run_case(quotas: tuple[int, int] | None, seconds: float, folder: Path) -> di
         quiet, loud = Tenant(master, "quiet", f"{POOL_MIB}MiB"), Tenant(master, "loud", "0")
         for first in range(0, WORKING_SET, 20):
             quiet.put([f"hot-{first + i}" for i in range(20)])
-        told = {"alone": measure_hits(quiet, seconds)}
-        with flooding(loud, told):
+        figures = {"alone": measure_hits(quiet, seconds)}
+        with flooding(loud, figures):
             time.sleep(seconds / 4)  # until the loud tenant has filled its quota or the pool
-            told["beside"] = measure_hits(quiet, seconds)
+            figures["with_flood"] = measure_hits(quiet, seconds)
         quiet.store.close()
         loud.store.close()
-    return told
+    return figures
 
 
 def main() -> None:
@@ -123,15 +123,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     results = {}
-    print(
-        "| pool of 64 MiB | quiet alone | beside the flood | flood, blocks/s | of these taken |\n|---|---|---|---|---|"
-    )
+    print("| pool of 64 MiB | quiet alone | with the flood | flood, blocks/s | of these taken |\n|---|---|---|---|---|")
     for name, quotas in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            told = results[name] = run_case(quotas, arguments.seconds, Path(folder))
+            figures = results[name] = run_case(quotas, arguments.seconds, Path(folder))
         print(
-            f"| {name} | {told['alone']:.1%} | {told['beside']:.1%} | {told['flood_per_second']:.0f} "
-            f"| {told['flood_taken']:.0%} |",
+            f"| {name} | {figures['alone']:.1%} | {figures['with_flood']:.1%} | {figures['flood_per_second']:.0f} "
+            f"| {figures['flood_taken']:.0%} |",
             flush=True,
         )
     if arguments.json:

@@ -106,12 +106,12 @@ class Client:
         raise AssertionError(f"port {port} streamed nothing")
 
 
-async def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], object], event: str, seconds: float = 60.0) -> None:
     """Wait until ``condition`` is true; end the program if that takes longer than ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            fail(f"{what}: not within {seconds:g} s")
+            fail(f"{event}: not within {seconds:g} s")
         await asyncio.sleep(0.05)
 
 
@@ -121,7 +121,7 @@ def blocks(port: int, operation: str, outcome: str) -> float:
 
 
 def ended(port: int, operation: str) -> float:
-    """Return the number of blocks whose load or save has ended, with any outcome."""
+    """Return the number of blocks with an ended load or save, with any outcome."""
     return sum(blocks(port, operation, outcome) for outcome in ("ok", "failed", "dropped"))
 
 
@@ -230,8 +230,8 @@ class Bench:
         # Ratios of consecutive measurements, because other work on the machine changes over time. The first pair is a
         # warm-up and does not count.
         ratios, costs = (
-            [mine / others for mine, others in zip(told[self._first][1:], told[self._plain][1:], strict=True)]
-            for told in (rates, spent)
+            [mine / others for mine, others in zip(values[self._first][1:], values[self._plain][1:], strict=True)]
+            for values in (rates, spent)
         )
         ratio = statistics.median(ratios)
         self.figures["throughput"] = {

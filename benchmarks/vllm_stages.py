@@ -85,16 +85,16 @@ class Trial:
         return int(port)
 
     def _compute(self, port: int) -> list[list[int]]:
-        """Send random prompts, and keep those whose blocks were all saved; return their answers."""
+        """Send random prompts, and select those with all blocks saved; return their answers."""
         chooser, answers = random.Random(17), []
         for _ in range(2 * self._num_prompts + 4):
             prompt = chooser.choices(range(FIRST_WORD, LAST_WORD), k=chooser.randint(140, 1500))
             lost, tried = count_lost(port), ended(port, "save")
-            said = answer(port, prompt)
+            generated = answer(port, prompt)
             wait_ended(port, tried + self._num_ranks * (len(prompt) // BLOCK))
             if count_lost(port) == lost:  # else the machine was too busy for the pool's deadlines
                 self._prompts.append(prompt)
-                answers.append(said)
+                answers.append(generated)
             if len(answers) == self._num_prompts:
                 break
         else:

@@ -1,4 +1,4 @@
-/* What the mock worker and the load generator share: time, failing, growing buffers, sockets. */
+/* Functions of the mock worker and the load generator: time, errors, growing buffers, sockets. */
 #ifndef COMMON_H
 #define COMMON_H
 
@@ -38,7 +38,7 @@ static inline void die(const char *format, ...) {
     exit(1);
 }
 
-/* Returns items with room for at least `count` of them. */
+/* Returns items with space for at least `count` of them. */
 static inline void *grown(void *items, size_t *capacity, size_t count, size_t item_size) {
     if (count <= *capacity) return items;
     while (*capacity < count) *capacity = *capacity ? 2 * *capacity : 4096;
@@ -52,7 +52,7 @@ static inline struct sockaddr_in loopback(int port) {
         .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
 }
 
-/* Never waits, and never waits for an acknowledgement before it sends. */
+/* Makes a socket nonblocking, and sends small packets at once (TCP_NODELAY). */
 static inline void make_prompt(int fd) {
     int on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);

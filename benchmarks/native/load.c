@@ -1,10 +1,10 @@
 /* Load generator: keeps one request running on each of --connections keep-alive connections for --seconds, then waits
- * for the answers that are still coming, and prints what it saw as one JSON object.
+ * for the answers that have not ended, and prints its counts and times as one JSON object.
  *
  *     load --ports 8000,8001 --connections 32 --seconds 5 --body FILE [--events 257] [--stagger-ms 20]
  *
  * --events is the number of server-sent events that an answer must have (0: it is not a stream). Anything but a whole
- * 200 answer with that many events is an error; its connection is opened anew. --stagger-ms spreads the first requests
+ * 200 answer with that many events is an error; its connection is opened again. --stagger-ms spreads the first requests
  * over that time, so that paced streams do not run in step. If the body contains 16 times '#', each request has a number
  * there that no other one has.
  */
@@ -30,8 +30,8 @@ struct connection {
     size_t sent;
     enum part part;
     char head[MOST_HEAD];
-    size_t head_size, left; /* of the head so far; of the body or chunk still to come */
-    char previous;          /* the last byte of the stream before what was just received */
+    size_t head_size, left; /* received bytes of the head; missing bytes of the body or chunk */
+    char previous;          /* the last byte of the stream before the received bytes */
     int events;
     int64_t asked, last_event;
 };
@@ -49,7 +49,7 @@ static struct {
 
 static int epoll;
 static char *request;
-static size_t request_size, marker; /* where the number of each request stands; 0: it has none */
+static size_t request_size, marker; /* position of the request's number; 0: it has none */
 static long number;
 static int64_t deadline;
 static struct series latency, first_event, gap, stall;
@@ -78,7 +78,7 @@ static void fail(struct connection *c, const char *why) {
     open_connection(c);
 }
 
-/* Sends what the socket takes; a large body takes several turns. */
+/* Sends as much as the socket accepts; a large body needs several calls. */
 static bool send_more(struct connection *c) {
     ssize_t sent = send(c->fd, c->request + c->sent, request_size - c->sent, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN) return false;
@@ -150,7 +150,7 @@ static const char *read_head(struct connection *c) {
     return NULL;
 }
 
-/* Takes in what was received; returns what is wrong with it, or NULL. */
+/* Processes received bytes; returns a description of an error in them, or NULL. */
 static const char *take(struct connection *c, const char *data, size_t size, int64_t now) {
     const char *why = NULL, *end = data + size;
     while (data < end && !why) {
@@ -207,7 +207,7 @@ static void run(void) {
     int64_t start = now_ns();
     deadline = start + options.seconds * NS_PER_S;
     for (int i = 0; i < options.connections; i++) all[i].starts = start + options.stagger * i / options.connections;
-    int waiting = 0; /* the first connection that has not begun */
+    int waiting = 0; /* the first connection that has not started */
     struct epoll_event ready[MOST_READY];
     for (;;) {
         int64_t now = now_ns();

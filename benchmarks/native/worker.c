@@ -5,7 +5,7 @@
  * A GET is answered 200. A POST is answered with a fixed chat completion or, when its body says "stream": true, with
  * "max_tokens" events, each a write and an HTTP chunk of its own, then [DONE], then the chunk that ends the answer, in
  * a write of its own, as uvicorn does it. "seed" milliseconds lie between two events (the field stands in for one of
- * our own because every router passes it on). A prefill instance streams one event whatever is asked for.
+ * our own because every router passes it on). A prefill instance streams one event for every request.
  */
 #include "common.h"
 
@@ -15,7 +15,7 @@
 #define CHAT_TAIL "\"usage\":{\"prompt_tokens\":16,\"completion_tokens\":16,\"total_tokens\":32}"
 #define CHOICE "[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"An answer of about sixteen tokens, of which " \
                "nobody reads a single one.\"},\"finish_reason\":\"stop\"}],"
-/* vllm-router hands these on from the prefill instance's answer to the decode instance. */
+/* vllm-router copies these from the prefill instance's answer to the decode instance. */
 #define KV_TRANSFER ",\"kv_transfer_params\":{\"do_remote_prefill\":true,\"do_remote_decode\":false," \
                     "\"remote_engine_id\":\"mock\",\"remote_block_ids\":[1],\"remote_host\":\"127.0.0.1\",\"remote_port\":1}"
 #define MODELS "{\"object\":\"list\",\"data\":[{\"id\":\"mock\",\"object\":\"model\",\"created\":1,\"owned_by\":\"mock\"}]}"
@@ -36,8 +36,8 @@ struct connection {
     bool writable_wanted;
     char *in, *out;
     size_t in_size, in_capacity, out_start, out_size, out_capacity;
-    size_t body_start;   /* of the request that is arriving; 0 before its head is complete */
-    size_t request_size; /* of it; 0 before it is known */
+    size_t body_start;   /* of the current request; 0 before its head is complete */
+    size_t request_size; /* of the current request; 0 before it is known */
     int events_left;                 /* of a paced stream; it is in `paced` while more than 0 */
     int64_t due, pause;
     struct connection *next_paced;
@@ -53,7 +53,7 @@ static struct connection *paced;
 static char event_chunk[512];
 static size_t event_chunk_size;
 
-/* Sends, or keeps what the socket does not take now. */
+/* Sends bytes, and buffers those that the socket does not accept now. */
 static bool put(struct connection *c, const char *data, size_t size) {
     if (c->out_size == 0) {
         ssize_t sent = send(c->fd, data, size, MSG_NOSIGNAL);
@@ -119,13 +119,13 @@ static void leave_paced(struct connection *c) {
         }
 }
 
-/* Sends the events that are due; returns when the next one is, or -1 if none waits. */
+/* Sends the events that are due; returns the time of the next event, or -1 if there is none. */
 static int64_t send_due(void) {
     int64_t next = -1, now = now_ns();
     for (struct connection *c = paced, *following; c; c = following) {
         following = c->next_paced;
         while (c->events_left > 0 && c->due <= now) {
-            put(c, event_chunk, event_chunk_size); /* a lost connection is seen when it is read */
+            put(c, event_chunk, event_chunk_size); /* the next read detects a lost connection */
             c->due += c->pause;
             if (--c->events_left == 0) {
                 leave_paced(c);
@@ -137,7 +137,7 @@ static int64_t send_due(void) {
     return next;
 }
 
-/* The text after `"name":` and blanks in a JSON text, or NULL. */
+/* Returns the text after `"name":` and blanks in a JSON text, or NULL. */
 static const char *value_of(const char *json, size_t size, const char *name) {
     char quoted[40];
     int quoted_size = snprintf(quoted, sizeof quoted, "\"%s\"", name);
@@ -160,18 +160,18 @@ static bool answer_post(struct connection *c, const char *body, size_t size) {
     return start_stream(c, c->role == PREFILL ? 1 : events, number_of(body, size, "seed", 0) * NS_PER_MS);
 }
 
-/* Finds the request's head, once it is whole, and with it the request's size. */
+/* Finds the request's head after it has arrived, and in it the request's size. */
 static void read_head(struct connection *c) {
     char *end = memmem(c->in, c->in_size, "\r\n\r\n", 4);
     if (!end) return;
-    *end = 0; /* for strcasestr; nobody reads the head again */
+    *end = 0; /* for strcasestr; the head is not read again */
     c->body_start = end + 4 - c->in;
     if (strcasestr(c->in, "\r\ntransfer-encoding:")) return; /* read_chunks finds the size */
     char *length = strcasestr(c->in, "\r\ncontent-length:");
     c->request_size = c->body_start + (length ? strtoul(length + 17, NULL, 10) : 0);
 }
 
-/* The data of the chunk at `at`, its size and the start of what follows it; NULL if it is not whole before `limit`. */
+/* Returns the data of the chunk at `at`, its size and its end; NULL if it is not complete before `limit`. */
 static char *chunk_at(char *at, char *limit, size_t *size, char **following) {
     char *line_end = memmem(at, limit - at, "\r\n", 2);
     if (!line_end) return NULL;
@@ -182,7 +182,7 @@ static char *chunk_at(char *at, char *limit, size_t *size, char **following) {
     return data;
 }
 
-/* Makes one body of a body in chunks, once the last of them (an empty one, without trailers) is here. */
+/* Joins a body of chunks after the last of them has arrived (an empty one, without trailers). */
 static void read_chunks(struct connection *c) {
     char *limit = c->in + c->in_size, *at = c->in + c->body_start, *data;
     size_t size = 1;
@@ -198,7 +198,7 @@ static void read_chunks(struct connection *c) {
     c->in_size = c->request_size + (limit - at);
 }
 
-/* Answers every request that has arrived whole. */
+/* Answers every complete request. */
 static bool answer(struct connection *c) {
     while (c->in_size > 0) {
         if (c->body_start == 0) read_head(c);
@@ -206,7 +206,7 @@ static bool answer(struct connection *c) {
         if (c->request_size == 0 || c->in_size < c->request_size) return true;
         c->in = grown(c->in, &c->in_capacity, c->request_size + 1, 1);
         char following = c->in[c->request_size];
-        c->in[c->request_size] = 0; /* the number and text readers stop here */
+        c->in[c->request_size] = 0; /* the end for functions that read numbers and text */
         bool sent;
         if (strncmp(c->in, "POST ", 5) == 0)
             sent = answer_post(c, c->in + c->body_start, c->request_size - c->body_start);
