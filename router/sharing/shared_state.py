@@ -265,6 +265,7 @@ class SharedState:
         others = [message for message in _remove_late(self._waiting) if message[0] not in _FIRST]
         too_many = max(0, len(first) + len(others) - MAX_WAITING)
         self._waiting = deque([*first, *others[too_many:]], MAX_WAITING)
+        self._has_waiting.set()
 
     async def _keep_sending(self) -> None:
         loop = asyncio.get_running_loop()
