@@ -133,7 +133,9 @@ def parse_args(argv: Sequence[str] | None = None, environ: Mapping[str, str] | N
                 f"{name}: this engine computes all of a model in one dtype; add --dtype float32, or leave {name} out"
             )
     if values["without_effect"]:
-        remarks.append(f"these flags of FastDeploy have no effect here: {', '.join(values['without_effect'])}")
+        remarks.append(
+            f"these flags of FastDeploy have no effect in this engine: {', '.join(values['without_effect'])}"
+        )
     values["remarks"] = tuple(remarks)
     if values["tokenizer"] not in ("", None, values["model"]):
         raise ConfigError(f"--tokenizer {values['tokenizer']}: the tokenizer of --model is used; leave the flag out")
@@ -311,7 +313,7 @@ def _add_retrieval_flags(parser: argparse.ArgumentParser) -> None:
     add_value("topk_percent", _parse_share, "share of all other blocks that a step reads")
     add_value("dense_boundary", _parse_tokens, "prompts with fewer tokens use full attention")
     add_value("offload_boundary", _parse_tokens, "the blocks of longer prompts move to host memory")
-    add_value("representative", str, f"representative of a block: {', '.join(REPRESENTATIVES)}")
+    add_value("representative", str, f"what represents a block in the index: {', '.join(REPRESENTATIVES)}")
     add_value("stride", _parse_positive, "number of steps that use one selection of blocks")
     add_value("dense_layers", _parse_number, "number of first layers that read every block")
 
@@ -384,7 +386,7 @@ def _check_combinations(args: EngineArgs) -> None:
             "every running sequence needs one token in a step; raise the first or lower the second"
         )
     if args.pd_comm_port in (args.port, args.metrics_port):
-        raise ConfigError(f"--pd-comm-port {args.pd_comm_port} serves HTTP here already; choose another port")
+        raise ConfigError(f"--pd-comm-port {args.pd_comm_port} is also --port or --metrics-port; choose another port")
     if args.tensor_parallel_size != 1:
         raise ConfigError(
             f"--tensor-parallel-size {args.tensor_parallel_size}: this engine runs a model on one device; only 1 works"

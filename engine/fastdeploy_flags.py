@@ -75,10 +75,10 @@ _FLAGS: dict[str, _Flag] = {
         ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--max-encoder-cache", "--max-processor-cache"), _VALUE
     ),
     "--deploy-modality": _VALUE,
-    "--reasoning-parser": _refuse("reasoning is a part of the answer here; leave the flag out"),
+    "--reasoning-parser": _refuse("this engine does not separate reasoning from the answer; leave the flag out"),
     "--chat-template": _refuse("messages are rendered by the checkpoint's own template; leave the flag out"),
-    "--tool-call-parser": _refuse("a tool call is a part of the answer's text here; leave the flag out"),
-    "--tool-parser-plugin": _refuse("a tool call is a part of the answer's text here; leave the flag out"),
+    "--tool-call-parser": _refuse("in this engine a tool call is a part of the answer's text; leave the flag out"),
+    "--tool-parser-plugin": _refuse("in this engine a tool call is a part of the answer's text; leave the flag out"),
     "--load-strategy": _only("normal", remedy=f"{_FOLDER}; leave the flag out"),
     "--rsync-config": _refuse(f"{_FOLDER}; leave the flag out"),
     "--load-choices": _only("default", "default_v1", remedy=f"{_FOLDER}; leave the flag out"),

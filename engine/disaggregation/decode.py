@@ -111,7 +111,7 @@ class _Handover:
             either: set[asyncio.Future[Any]] = {task, self._given_up}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise _GivenUp("the request has ended on this decode instance, or has not arrived here")
+                raise _GivenUp("the client's request has ended on this decode instance, or has not arrived there")
             return task.result()
         finally:
             if not task.done():
@@ -190,7 +190,8 @@ class HandoverReceiver:
             handover = await wait_at_most(asyncio.shield(begun), self._silence_seconds)
             if handover.is_claimed:
                 log.warning(
-                    "request %s: another request with this id waits for the hand-over; computing the prompt here",
+                    "request %s: another request with this id already waits for its KV from a prefill instance; this "
+                    "decode instance loads or computes the prompt itself",
                     request_id,
                 )
                 is_first = False
@@ -198,7 +199,9 @@ class HandoverReceiver:
             handover.is_claimed = True
             if handover.prompt != prompt:
                 log.warning(
-                    "request %s: the prompt of the prefill instance differs; computing the prompt here", request_id
+                    "request %s: the prefill instance computed another prompt; this decode instance loads or computes "
+                    "the prompt itself",
+                    request_id,
                 )
                 return None
             result = await handover.wait_for_result()
@@ -208,7 +211,8 @@ class HandoverReceiver:
             return result
         except asyncio.TimeoutError:
             log.warning(
-                "request %s: no prefill instance sent a message within %g s; computing the prompt here",
+                "request %s: no prefill instance sent a message within %g s, so this decode instance loads or computes "
+                "the prompt itself; check that prefill instances reach its connector port",
                 request_id,
                 self._silence_seconds,
             )
@@ -221,13 +225,15 @@ class HandoverReceiver:
         """Log why the prefill instance's token is not used; for a prefill instance of an earlier version only once."""
         if sampling is not None:
             log.info(
-                "request %s: the prefill instance sampled for another request with this id; sampling here", request_id
+                "request %s: the prefill instance used other sampling settings, those of another request with this id; "
+                "this decode instance samples the first token itself",
+                request_id,
             )
         elif not self._has_logged_version:
             self._has_logged_version = True
             log.warning(
-                "request %s: a prefill instance is of an earlier version, which does not say how it samples; "
-                "sampling the first tokens of its requests here",
+                "request %s: the prefill instance has an earlier version, which does not send its sampling settings, "
+                "so this decode instance samples the first tokens of its requests itself; upgrade the prefill instance",
                 request_id,
             )
 
@@ -271,7 +277,8 @@ class HandoverReceiver:
             log.info("request %s: the direct transfer was cancelled: %s", request_id, exc)
         except Exception as exc:  # anything may connect to this port and send any bytes
             log.warning(
-                "request %s: the direct transfer failed (%s: %s); computing the prompt here",
+                "request %s: the direct transfer failed (%s: %s); this decode instance must load or compute the prompt "
+                "itself",
                 request_id,
                 type(exc).__name__,
                 exc,
@@ -314,7 +321,7 @@ class HandoverReceiver:
         target = await memory.open_blocks(handover.reservation)
         log.debug(
             "request %s: the prefill instance begins a direct transfer of %d tokens; %d blocks are reserved, "
-            "the %d before them are cached here",
+            "the %d blocks before them are in this instance's own cache",
             *(handover.request_id, handover.prompt.num_tokens, len(target.addresses), target.num_cached),
         )
         send_message(
@@ -352,7 +359,8 @@ class HandoverReceiver:
         start, nbytes = time.monotonic(), len(reservation.missing) * memory.block_bytes
         if not await memory.accept_blocks(reservation, message["digests"]):
             log.warning(
-                "request %s: blocks from the prefill instance have wrong digests and are not used",
+                "request %s: blocks from the prefill instance have wrong digests; this decode instance rejects them "
+                "and expects the prompt's KV in the pool",
                 handover.request_id,
             )
             return None

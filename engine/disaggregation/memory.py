@@ -99,7 +99,7 @@ class BlockMemory:
         if not 0 <= num_cached <= num_blocks or len(addresses) != num_blocks - num_cached:
             raise ValueError(
                 f"the prompt has {num_blocks} blocks, but the decode instance has sent {len(addresses)} addresses and "
-                f"says that it has {num_cached} blocks cached"
+                f"says that its own cache has {num_cached} of these blocks"
             )
         return Target(str(session), list(map(int, addresses)), num_cached)
 

@@ -117,7 +117,8 @@ class HandoverSender:
             return is_accepted
         except asyncio.TimeoutError:
             log.warning(
-                "request %s: the decode instance did not confirm the direct transfer within %g s",
+                "request %s: the decode instance did not confirm the direct transfer within %g s; transferring the "
+                "prompt's KV through the pool",
                 *(self._request_id, SILENCE_SECONDS),
             )
             return False

@@ -51,7 +51,8 @@ def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
     if num_blocks < longest:
         raise ConfigError(
             f"{num_blocks} KV blocks of {args.block_size} tokens cannot hold one sequence of --max-model-len "
-            f"{args.max_model_len}{_describe_groups(num_groups)}; lower that or raise --num-gpu-blocks-override"
+            f"{args.max_model_len}{_describe_groups(num_groups)}; lower --max-model-len or raise "
+            "--num-gpu-blocks-override"
         )
     return num_blocks
 

@@ -172,7 +172,7 @@ class BlockManager:
             False if the hash already has another block, or the block already has another hash; then nothing is changed.
         """
         if self._references[block] <= 0:
-            raise ValueError(f"block {block} is published but has no references")
+            raise ValueError(f"block {block} cannot be added to the prefix cache: its reference count is 0")
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return False
         self._block_of[block_hash] = block

@@ -91,7 +91,7 @@ async def send_heartbeats(
 def _explain_refusal(response: httpx.Response, *, has_token: bool) -> str:
     """Return why the router did not accept the registration; ``""`` if it did."""
     if response.status_code == 200:
-        return "" if load_object(response.content) is not None else "it is not a router: its answer is not JSON"
+        return "" if load_object(response.content) is not None else "the server is not a router: its answer is not JSON"
     if response.status_code != 401:
         return f"the router answered {response.status_code}: {response.text[:200]}"
     if has_token:

@@ -236,7 +236,7 @@ class KvEventPublisher:
         except zmq.ContextTerminated:
             pass
         except zmq.ZMQError:
-            log.exception("Sending KV events failed; no more events are sent")
+            log.exception("Sending KV events failed; no more events are sent until this instance restarts")
         finally:
             for opened in filter(None, (self._queued, self._pub, self._replay)):
                 opened.close(linger=0)

@@ -195,7 +195,7 @@ async def test_decode_samples_the_first_token_if_prefill_does_not_report_its_sam
         for _ in range(2):
             assert tokens_of(await pair.answer(**drawn)) == alone
         assert pair.decode.handed_over("direct") == 2
-    assert [" of an earlier version, " in text for text in caplog.messages if "sampl" in text] == [True]
+    assert [" has an earlier version, " in text for text in caplog.messages if "sampl" in text] == [True]
 
 
 @in_event_loop

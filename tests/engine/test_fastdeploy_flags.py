@@ -192,7 +192,7 @@ def test_flags_of_the_engine_are_accepted(line: str) -> None:
 @pytest.mark.parametrize("line", rows(WITHOUT_EFFECT))
 def test_flags_without_effect_are_accepted_and_reported(line: str) -> None:
     flag = line.split()[0]
-    assert parse(line).remarks == (f"these flags of FastDeploy have no effect here: {flag}",)
+    assert parse(line).remarks == (f"these flags of FastDeploy have no effect in this engine: {flag}",)
 
 
 @pytest.mark.parametrize("line", rows(REFUSED))
@@ -207,7 +207,9 @@ def test_flags_for_unsupported_features_are_refused_in_one_sentence(line: str) -
 
 def test_one_remark_names_each_flag_without_effect_once() -> None:
     args = parse("--workers 1 --enable-chunked-prefill --port 9 --workers 2")
-    assert args.remarks == ("these flags of FastDeploy have no effect here: --workers, --enable-chunked-prefill",)
+    assert args.remarks == (
+        "these flags of FastDeploy have no effect in this engine: --workers, --enable-chunked-prefill",
+    )
     assert args.port == 9
 
 
@@ -265,7 +267,7 @@ class TestConfigFile:
         args = self.parse_file(tmp_path, f"{text}colour: blue\n")
         assert args.remarks[0].endswith("config.yaml: these names are not flags and are ignored: colour")
         flags = "--workers, --enable-chunked-prefill, --graph-optimization-config"
-        assert args.remarks[1] == f"these flags of FastDeploy have no effect here: {flags}"
+        assert args.remarks[1] == f"these flags of FastDeploy have no effect in this engine: {flags}"
 
     @pytest.mark.parametrize(("value", "is_on"), [("'true'", True), ("'False'", False), ("1", True), ("0", False)])
     def test_a_switch_can_be_text_or_a_number(self, tmp_path: Path, value: str, *, is_on: bool) -> None:

@@ -55,7 +55,7 @@ async def test_heartbeats_send_the_payload_with_the_own_address(router: Router) 
 async def test_other_software_that_responds_is_not_a_router(router: Router, caplog: pytest.LogCaptureFixture) -> None:
     router.is_other_software = True
     async with registering(router.port):
-        await eventually(lambda: "it is not a router" in caplog.text, "a warning")
+        await eventually(lambda: "the server is not a router" in caplog.text, "a warning")
     assert "Registered at router" not in caplog.text
 
 
