@@ -33,7 +33,7 @@ def run_program(name: str, main: Callable[[], int]) -> int:
     except OSError as exc:
         if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"{name}: not everything could be written: {exc.strerror}", file=sys.stderr)
+        print(f"{name}: the output could not be written completely: {exc.strerror}", file=sys.stderr)
         _drop_output()
         return 1
     return status

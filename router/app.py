@@ -288,7 +288,7 @@ class RouterApp:
         except SettingsError as exc:
             if not self.link.is_replacement:
                 raise
-            _log.error("%s; this worker writes no recording", exc)
+            _log.error("%s; this worker process runs without a flight recorder", exc)
             return None
         self.audit.subscribe_to_batches(recorder.on_batch)
         return recorder
@@ -649,7 +649,10 @@ async def _gather_models(router: RouterApp, request: Request) -> dict[str, dict[
     sent = [header for header in request.headers.raw if header[0] == b"authorization"]
     hops = ",".join(request.headers.getlist(_HOPS.decode()))
     if _ROUTER_ID in hops or hops.count(",") >= MAX_HOPS:
-        message = f"the request came through this router, or {MAX_HOPS} others: is a router registered at itself?"
+        message = (
+            f"the request has passed through this router before, or through {MAX_HOPS} others; check that no router is "
+            "registered at itself"
+        )
         raise Refused(ApiError(508, message, "loop_detected"))
     sent += [(_HOPS, f"{hops},{_ROUTER_ID}".encode())]
     asked_at_once = asyncio.Semaphore(MAX_ASKED_AT_ONCE)

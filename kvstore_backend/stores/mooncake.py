@@ -175,12 +175,16 @@ class MooncakeStore(StorageBackend):
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         with self._enter_call() as may_call:
             if may_call and (code := self._native.register_buffer(address, nbytes)):
-                logger.warning("Mooncake refused to register %d bytes at %#x: code %d", nbytes, address, code)
+                logger.warning(
+                    "Mooncake cannot register %d bytes at %#x: code %d; with RDMA, check the limit of locked memory "
+                    "(ulimit -l)",
+                    *(nbytes, address, code),
+                )
 
     def unregister(self, address: int, nbytes: int) -> None:
         with self._enter_call() as may_call:
             if may_call and (code := self._native.unregister_buffer(address)):
-                logger.warning("Mooncake refused to unregister %d bytes at %#x: code %d", nbytes, address, code)
+                logger.warning("Mooncake cannot unregister %d bytes at %#x: code %d", nbytes, address, code)
 
     def health(self) -> Health:
         """Report whether the master answers a look-up of a key.

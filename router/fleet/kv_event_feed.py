@@ -320,7 +320,7 @@ class KvEventFeed:
                             self._apply(number, data, self._decode(data))
             except (asyncio.TimeoutError, ValueError, self._zmq.ZMQError) as exc:
                 why = exc or f"no response in {_REPLAY_SECONDS:g} s"
-                _log.info("%s does not replay its KV events: %s", self._key, why)
+                _log.info("%s did not send missed KV events again: %s", self._key, why)
                 self._set_exact(False)
                 return False
             if not is_cut:

@@ -389,7 +389,9 @@ class RouterProtocol(HttpToolsProtocol):
     def _refuse_unreadable(self, data: bytes) -> None:
         """Refuse a request whose bytes are not HTTP, and close the connection."""
         if data.startswith(_TLS_HANDSHAKE):
-            self._refuse_request(ApiError(400, "this port serves plain HTTP, not HTTPS", "tls_at_plain_port"))
+            self._refuse_request(
+                ApiError(400, "this port serves plain HTTP; use http:// instead of https://", "tls_at_plain_port")
+            )
         elif len(self.headers or ()) > MAX_HEADERS:
             message = f"the head has more than the {MAX_HEADERS} headers that this router accepts"
             self._refuse_request(ApiError(431, message, "head_too_large"))

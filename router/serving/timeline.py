@@ -240,9 +240,9 @@ class RequestTimeline:
         count = self._services.metrics.count_computed_twice(decode.key)
         if count == 1 or count % 1000 == 0:
             _log.warning(
-                "prefill %s and decode %s are a pair, but %s; so decode computes prompts again (%d so far); see "
+                "decode %s computes prompts again, although prefill %s computed them (%d so far): %s; see "
                 "PromptsComputedTwice in docs/runbook.md",
-                *(prefill.key, decode.key, why, count),
+                *(decode.key, prefill.key, count, why),
             )
 
 

@@ -133,10 +133,13 @@ class RouterSettings:
     stats_interval_secs: float = _declare(
         5.0,
         "scheduler.stats-interval-secs",
-        "seconds between two polls of the instances' own metrics, for remote policies",
+        "seconds between two polls of the instances' own metrics, for policies that read them, such as "
+        "fd_remote_metrics_score",
     )
     eviction_duration_mins: float = _declare(
-        30.0, "scheduler.eviction-duration-mins", "minutes after which an unused prefix is dropped from the index"
+        30.0,
+        "scheduler.eviction-duration-mins",
+        "minutes after which the router deletes an unused prefix from the prefix index",
     )
     kv_events: bool = _declare(
         False,
@@ -146,7 +149,7 @@ class RouterSettings:
     prefix_index_entries: int = _declare(
         DEFAULT_MAX_ENTRIES,
         "scheduler.prefix-index-entries",
-        "maximum number of prompt chunks (128 tokens each) in the index; the default needs 10 to 180 MB",
+        "maximum number of prompt chunks (128 tokens each) in the prefix index; the default needs 10 to 180 MB",
     )
     balance_abs_threshold: float = _declare(
         1.0,

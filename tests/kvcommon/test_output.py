@@ -39,7 +39,10 @@ def run(statement: str, output: IO[str] | int) -> tuple[int, str]:
 @pytest.mark.parametrize("statement", [PRINTS, 'print("text", flush=True)', ENDS])
 def test_a_full_disk_is_one_sentence(statement: str) -> None:
     with Path("/dev/full").open("w") as full:
-        assert run(statement, full) == (1, "program: not everything could be written: No space left on device\n")
+        assert run(statement, full) == (
+            1,
+            "program: the output could not be written completely: No space left on device\n",
+        )
 
 
 @pytest.mark.parametrize("statement", [PRINTS, 'print("text", flush=True)', ENDS])

@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     _report(arguments, removed, late, [each for each in states if is_whole or _may_hold(each, scopes, arguments)])
     if not all(are_marked):
         troubles.append(
-            "the pool did not store the mark with which instances learn of this removal, so they may store the removed "
-            "blocks again"
+            "the pool did not store the mark that tells instances of this removal, so they may store the removed "
+            "blocks again; repeat the command"
         )
     if troubles:
         raise PoolUnavailable("; ".join(troubles))

@@ -359,7 +359,7 @@ def test_a_full_output_gets_one_sentence(tmp_path: Path) -> None:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (
         1,
-        "kvstore: not everything could be written: No space left on device\n",
+        "kvstore: the output could not be written completely: No space left on device\n",
     )
 
 

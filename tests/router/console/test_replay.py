@@ -201,5 +201,5 @@ def test_the_error_for_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
         ended = subprocess.run(
             [sys.executable, "-c", code, str(path)], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    sentence = "kvrouter: not everything could be written: No space left on device\n"
+    sentence = "kvrouter: the output could not be written completely: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (1, sentence)

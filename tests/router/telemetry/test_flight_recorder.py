@@ -258,7 +258,7 @@ def test_a_worker_that_replaces_another_serves_without_a_recorder_if_the_folder_
     (tmp_path / "file").write_text("")
     settings = RouterSettings(flight_recorder=5.0, flight_recorder_path=str(tmp_path / "file" / "x"))
     assert RouterApp(settings, Link(is_replacement=True)).recorder is None
-    assert "this worker writes no recording" in caplog.text
+    assert "this worker process runs without a flight recorder" in caplog.text
 
 
 def test_a_router_starts_with_a_pipe_among_the_files(tmp_path: Path) -> None:

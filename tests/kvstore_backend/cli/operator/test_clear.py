@@ -275,7 +275,7 @@ def test_a_pool_that_stores_no_mark_is_cleared_with_an_error(
     tmp_path: Path, url: str, kvstore: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clear, "_write_mark", lambda holdings, key: False)
-    assert ("the pool did not store the mark with which instances learn of this removal") in kvstore(
+    assert ("the pool did not store the mark that tells instances of this removal") in kvstore(
         "clear", url, "--namespace", FIRST.digest
     ).sentence
     assert count_blocks(tmp_path) == {"first": 0, "second": 3}
