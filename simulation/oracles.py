@@ -122,7 +122,7 @@ class Requests:
     def _check_patience(self, result: Result) -> None:
         patience = self._patience + result.details.get("pause", 0.0)
         began = result.began
-        if result.behind is not None:  # its answer can only come behind the other one's, which its client may read late
+        if result.behind is not None:  # its answer comes after the other one's, which its client may read late
             if result.behind.ended is None:
                 return
             began = result.behind.ended
@@ -133,39 +133,39 @@ class Requests:
 
     def _judge(self, result: Result) -> None:
         number, ended = result.number, result.ended or 0.0
-        told = f"request {number} ({result.path}): {result.outcome} {result.status} {result.code} {result.why}"
+        description = f"request {number} ({result.path}): {result.outcome} {result.status} {result.code} {result.why}"
         if result.outcome == "wrong":
-            self._world.fail("tokens", told)
+            self._world.fail("tokens", description)
         elif result.outcome in ("cut", "refused"):
             # The router passes on a response that is no generation as it arrives. So if an instance's response is cut,
             # the client's is cut, too, and so are all later requests on its connection.
             kinds = () if result.is_cut_passed_on or result.is_behind_cut else self.CUTTING
             if not self._troubles.between(result.began, ended, kinds) and "pause" not in result.details:
-                self._world.fail("cut", told)
+                self._world.fail("cut", description)
         elif result.outcome == "error":
-            self._judge_error(result, told, ended)
+            self._judge_error(result, description, ended)
 
-    def _judge_error(self, result: Result, told: str, ended: float) -> None:
+    def _judge_error(self, result: Result, description: str, ended: float) -> None:
         planned = result.code.startswith("answers_") or "as planned" in result.why
         if result.code not in ALLOWED_CODES and not planned and result.status < 500:
-            self._world.fail("error-code", told)
+            self._world.fail("error-code", description)
         if result.status == 500 and not (planned or result.has_own_error):
-            self._world.fail("error-500", told)
+            self._world.fail("error-500", description)
         if result.code in ("queue_full", "queue_timeout", "rate_limit_exceeded") and result.status in (0, 200, 429):
             return
         if result.details.get("is_aborted"):
             return
         if result.code == "aborted" or "aborted" in result.why:
-            self._world.fail("aborted", f"nobody aborted it: {told}")
+            self._world.fail("aborted", f"its client did not abort it: {description}")
             return
         if (planned or result.status in (200, 502, 503)) and self._closings.between(result.began, ended):
             return
         if not self._troubles.between(result.began, ended):
-            self._world.fail("unjustified", f"nothing was wrong from {result.began:.3f} to {ended:.3f}: {told}")
+            self._world.fail("unjustified", f"there was no fault from {result.began:.3f} to {ended:.3f}: {description}")
             return
         single = self._troubles.find_single(result.began, ended, self.SURVIVED)
         if single and self._survives(result, single):
-            self._world.fail("survives", f"something was wrong with {single} alone: {told}")
+            self._world.fail("survives", f"only {single} had a fault: {description}")
 
 
 class Orders:
@@ -247,8 +247,8 @@ class Orders:
         closed = self._closed.get(instance.key)
         if result is None or closed is None:
             return
-        what = f"request {result.number}, sent by its client at {result.began:.3f}, came to {instance.key}"
+        arrival = f"request {result.number}, sent by its client at {result.began:.3f}, came to {instance.key}"
         if result.began > closed:
-            self._world.fail("drained", f"{what}, which takes none since {closed:.3f}")
+            self._world.fail("drained", f"{arrival}, which takes none since {closed:.3f}")
         elif self._is_mixed and asked.sent_at / 1e9 > closed + CONNECT_SECONDS:
-            self._world.fail("drained", f"{what} at {asked.sent_at / 1e9:.3f}; it takes none since {closed:.3f}")
+            self._world.fail("drained", f"{arrival} at {asked.sent_at / 1e9:.3f}; it takes none since {closed:.3f}")

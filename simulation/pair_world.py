@@ -43,7 +43,7 @@ from kvstore_backend.namespace import BLOCK_PREFIX, Namespace, parse_key
 from kvstore_backend.pool import open_pool
 from kvstore_backend.resharding import ShardingFamily
 from kvstore_backend.wrappers.checked import HEADER_BYTES
-from simulation.actors.dialects import FetchPrompt, KeepPrompt, keep_prompts, kept_by
+from simulation.actors.dialects import FetchPrompt, RetainPrompt, retain_prompts, retained_prompts_of
 from simulation.actors.mooncake import TROUBLES, Mooncake, Trouble, in_place
 from simulation.world import Event, Outcome, Plan, World
 
@@ -61,7 +61,7 @@ _BROKEN = b"\xff" * _ROW_BYTES
 """The KV of a token that stands for NaN: everything that is computed from it is NaN, too."""
 _CONNECTOR_PORT = 8500
 _KEEP_SECONDS = 30.0
-# Requests may wait for the memory of prompts that are kept for this time, in several rounds.
+# Requests may wait for the memory of prompts that are retained for this time, in several rounds.
 _SETTLE_SECONDS = 220.0
 # A prefill instance that keeps a prompt waits 30 s for each choice, one after another; then the pool may hang.
 _PATIENCE_SECONDS = 120.0
@@ -96,7 +96,7 @@ def answer_of(prompt: tuple[int, ...], salt: str, version: str, count: int) -> t
 
 
 def _write_prompt(chain: int, length: int) -> tuple[int, ...]:
-    """Return a prompt. Prompts whose chain numbers share all but the last digit have equal first 13 tokens."""
+    """Return a prompt. Prompts with chain numbers that share all but the last digit have equal first 13 tokens."""
     common = random.Random(chain // 10)
     own = random.Random(chain)
     return tuple((common if i < 13 else own).randrange(_VOCAB_SIZE) for i in range(length))
@@ -120,7 +120,7 @@ class _Runner:
         self.retrieval = None
         self.version = ""
         self.raises = self.breaks = 0.0
-        """Shares of the steps that raise, and of the chunks whose KV becomes NaN."""
+        """Shares of the steps that raise, and of the chunks with KV that becomes NaN."""
         self.at_step_end: list[Callable[[], None]] = []
         """Functions that are called at the end of the next step."""
 
@@ -142,7 +142,7 @@ class _Runner:
         """Do nothing: no work continues after a step."""
 
     def find_broken_blocks(self, blocks: Sequence[int]) -> list[bool]:
-        """Return for each block whether it has a token whose KV is NaN."""
+        """Return for each block whether it has a token with KV that is NaN."""
         return [bool((self._rows[block] == 0xFF).all(axis=1).any()) for block in blocks]
 
     def run(self, chunks: Sequence[Chunk]) -> list[Choice]:
@@ -189,7 +189,7 @@ class _Tokenizer:
 
 
 def _has_broken(block: bytes) -> bool:
-    """Return whether a block has a token whose KV is NaN."""
+    """Return whether a block has a token with KV that is NaN."""
     return _BROKEN in [block[i : i + _ROW_BYTES] for i in range(0, len(block), _ROW_BYTES)]
 
 
@@ -284,9 +284,9 @@ class _Instance:
         self.generations = Generations(
             SharedParts(self.core, _Tokenizer(), spec["role"], _BLOCK_SIZE, self.receiver, self.memory)
         )
-        kept = keep_prompts(self.receiver, self.memory)
+        retained = retain_prompts(self.receiver, self.memory)
         self.control = Control(self.core, runner, self.generations, lambda: None, has_dynamic_weights=True)
-        self.control.on_pause = lambda: kept.drop_all("this instance is paused")
+        self.control.on_pause = lambda: retained.drop_all("this instance is paused")
         await self._end.wait()
         await self.receiver.stop_listening()
         await self.loop.run_in_executor(None, self.core.stop)
@@ -548,10 +548,10 @@ class PairWorld(World):
         if dialect == "fastdeploy":
             p_info = d_info = DisaggregateInfo(decode_ip=decode.process.host, decode_connector_port=_CONNECTOR_PORT)
         elif dialect == "vllm":
-            p_info = KeepPrompt(key, _KEEP_SECONDS)
+            p_info = RetainPrompt(key, _KEEP_SECONDS)
             d_info = FetchPrompt(key, *address, takes_token=False, own_host=own_host)
         elif dialect == "sglang":
-            p_info = KeepPrompt(key, _KEEP_SECONDS, waits_for_decode=True)
+            p_info = RetainPrompt(key, _KEEP_SECONDS, waits_for_decode=True)
             d_info = FetchPrompt(key, *address, takes_token=True, wait_seconds=20.0, own_host=own_host)
         lag = details["lag"]
         if dialect != "mixed" and details.get("lost") != "p":
@@ -663,7 +663,7 @@ class PairWorld(World):
             self.scheduler.call_later(_WITHDRAWAL_SECONDS, look)
 
     def _list_stored(self, before: float) -> dict[bytes, bytes]:
-        """Return the bytes of the blocks in the pool whose puts began before this time, by their names."""
+        """Return the bytes of the blocks in the pool that were put before this time, by their names."""
         return {
             parse_key(key)[1]: data[HEADER_BYTES:]
             for key, begun_at, data in (self.cluster.list_whole() if self.cluster.is_up else [])
@@ -700,15 +700,15 @@ class PairWorld(World):
                 "incoming": len(instance.memory._incoming),
                 "live requests": instance.generations.num_live,
                 "pending hand-overs": instance.receiver.num_pending,
-                "kept prompts": len(kept_by(instance.receiver)),
+                "retained prompts": len(retained_prompts_of(instance.receiver)),
                 "blocks on their way": core._connector.pending_save_blocks if core._connector else 0,
                 "tasks": len(asyncio.all_tasks(instance.loop)) - 1,
             }
-            if left := {what: count for what, count in left.items() if count}:
+            if left := {name: count for name, count in left.items() if count}:
                 self.fail("rest", f"{name} has left {left}")
             if blocks.num_available != blocks.num_blocks:
-                held = [block for block in range(blocks.num_blocks) if blocks.num_references(block)]
-                self.fail("references", f"{name}: blocks {held} are held by nobody")
+                leaked = [block for block in range(blocks.num_blocks) if blocks.num_references(block)]
+                self.fail("references", f"{name}: blocks {leaked} have references without an owner")
 
     def _check_leg(self, leg: _Leg) -> None:
         """Check that a request ended once, and with the right tokens."""

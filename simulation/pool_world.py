@@ -65,7 +65,7 @@ def content_of(namespace: bytes, block_hash: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def name_blocks(chain: int, count: int, salt: str = "") -> tuple[bytes, ...]:
-    """Return the block hashes of a prompt. Prompts whose chain numbers share all but the last digit begin alike."""
+    """Return the block hashes of a prompt. Prompts with chain numbers that share all but the last digit begin alike."""
     tokens: list[int] = []
     for i in range(count):
         tokens += [chain // 10 if i < 3 else chain + 1_000_000] * _BLOCK_SIZE
@@ -180,7 +180,7 @@ class _Instance:
         cached = self.blocks.match_prefix(hashes)
         idle = self.blocks.num_idle(hashes[:cached])
         if count - cached + idle > self.blocks.num_available:
-            self.world.note(self, f"no room for {count} blocks")
+            self.world.note(self, f"no memory for {count} blocks")
             return
         table = self.blocks.take_cached_blocks(hashes[:cached]) + self._allocate(count - cached)
         work = _Work(hashes, table, cached, hold, keep)
@@ -231,14 +231,14 @@ class _Instance:
         return self._tiers * 5 * (0.6 + 1.1 * windows) + 0.1 * windows + 1.0
 
     def _replace_rest(self, work: _Work) -> bool:
-        """Replace the blocks that a late call may still write to; return whether there is room for new blocks."""
+        """Replace the blocks that a late call may still write to; return whether there is memory for new blocks."""
         lost = work.table[work.num_computed :]
         del work.table[work.num_computed :]
         self._release(lost)
         try:
             work.table += self._allocate(len(lost))
         except NoFreeBlocks:
-            self.world.note(self, "no room beside late calls")
+            self.world.note(self, "no memory besides that of late calls")
             return False
         return True
 
@@ -296,11 +296,11 @@ class _Instance:
         self._is_own[block] = True
 
     def check_memory(self, when: str) -> None:
-        """Check that nobody else has written to blocks that only this instance may write to."""
+        """Check that only this instance has written to its own blocks."""
         differs = (self.memory != self._expected).any(axis=1) & self._is_own
         for block in np.flatnonzero(differs):
             self._is_own[block] = False
-            self.world.fail("memory", f"{self.process.name}: block {block} was written to by nobody ({when})")
+            self.world.fail("memory", f"{self.process.name}: block {block} was written to by another instance ({when})")
 
     def leave(self) -> None:
         """Close the transfers and the refill, as the engine's core does when it stops."""
@@ -382,7 +382,7 @@ class _Arena:
 
 
 class _Buffer:
-    """Rows of an arena. After a call of ``own``, nobody else may write to them."""
+    """Rows of an arena. After a call of ``own``, no other instance may write to them."""
 
     def __init__(self, arena: _Arena, first: int, count: int) -> None:
         self.first = first
@@ -406,7 +406,7 @@ class _Buffer:
         self._is_own = True
 
     def check(self, instance: _Instance) -> None:
-        """Check that nobody else has written to the rows since ``own``."""
+        """Check that no other instance has written to the rows since ``own``."""
         if self._is_own and (self._rows != 0xCC).any():
             self._is_own = False
             instance.world.fail("memory", f"{instance.process.name}: a caller's memory was written to after its call")
@@ -575,7 +575,7 @@ class PoolWorld(World):
             self, is_strict=settings["strict"], rpc_seconds=settings["rpc"], lease_seconds=settings["lease"]
         )
         self.instances: dict[str, _Instance] = {}
-        self.gone: list[_Instance] = []
+        self.ended_instances: list[_Instance] = []
         self._disturbed: dict[str, list[tuple[float, float]]] = {}
         self._troubled: list[tuple[float, float]] = []
         self._asked: list[_Prompt] = []
@@ -655,11 +655,11 @@ class PoolWorld(World):
                 later(0.5 * i + 0.4, process.resume)
         elif kind == "crash":
             process.crash()
-            self.gone.append(instance)
+            self.ended_instances.append(instance)
             later(seconds, partial(self._start, process.name, instance.spec))
         elif instance.pool is not None:
             process.start_thread(instance.leave, "leave")
-            self.gone.append(instance)
+            self.ended_instances.append(instance)
 
     def _note_disturbance(self, process: Process, seconds: float) -> None:
         self._disturbed.setdefault(process.name, []).append((self.now, self.now + seconds))
@@ -692,9 +692,9 @@ class PoolWorld(World):
 
     # Oracles.
 
-    def note(self, instance: _Instance, what: str) -> None:
+    def note(self, instance: _Instance, event: str) -> None:
         """Write an event of an instance to the trace."""
-        self.trace.add(instance.process.name, what)
+        self.trace.add(instance.process.name, event)
 
     def check_bytes(self, instance: _Instance, digest: bytes, block_hash: bytes, data: bytes, how: str) -> None:
         """Check that the bytes that were read are those of the requested block."""
@@ -724,7 +724,9 @@ class PoolWorld(World):
             if owner == "operator":
                 allowed = {made.digest for made in self._clears}
             else:
-                found = [each for each in (*self.gone, *self.instances.values()) if each.process.name == owner]
+                found = [
+                    each for each in (*self.ended_instances, *self.instances.values()) if each.process.name == owner
+                ]
                 allowed = {each.namespace.digest for each in found}
             if key.startswith(BLOCK_PREFIX) and not {"", parse_key(key)[0].hex()} & allowed:
                 self.fail("tenant", f"{owner} removed block {key[-64:-56]} of a namespace that is not its own")
@@ -739,7 +741,7 @@ class PoolWorld(World):
                     self.fail("poison", f"the pool has other bytes under {key[-64:-56]} ({fault or 'they verify'})")
 
     def asked_last(self, most: int) -> list[_Prompt]:
-        """Return the beginnings of the last prompts, at most ``most``, so that every pool has room for them."""
+        """Return the beginnings of the last prompts, at most ``most``, so that every pool has space for them."""
         asked = {(chain, salt): (chain, min(count, 4), salt) for chain, count, salt in self._asked}
         return list(asked.values())[-most:]
 
@@ -792,7 +794,7 @@ class PoolWorld(World):
 
 
 class _Final:
-    """The final checks, long after the last fault: nothing is held any more, and saving and loading work again."""
+    """The final checks, long after the last fault: no block is in use any more, and saves and loads work again."""
 
     def __init__(self, world: PoolWorld) -> None:
         self._world = world
@@ -827,7 +829,7 @@ class _Final:
         self.is_over = True
 
     def _check_rest(self, instance: _Instance) -> None:
-        """Check that no call, request or save is running, and that no block is held."""
+        """Check that no call, request or save is running, and that no block is in use."""
         world, name, pool = self._world, instance.process.name, instance.pool
         if pool is None:
             world.fail("rest", f"{name} has not opened its pool yet")
@@ -841,8 +843,8 @@ class _Final:
         if instance.works or instance.pending_saves:
             world.fail("rest", f"{name}: {len(instance.works)} requests and {instance.pending_saves} saves never ended")
         elif instance.blocks.num_available != _NUM_BLOCKS:
-            held = [block for block in range(_NUM_BLOCKS) if instance.blocks.num_references(block)]
-            world.fail("references", f"{name}: blocks {held} are held by nobody")
+            leaked = [block for block in range(_NUM_BLOCKS) if instance.blocks.num_references(block)]
+            world.fail("references", f"{name}: blocks {leaked} have references without an owner")
         world.check_cleared(instance)
 
     def _save(self, instance: _Instance, prompt: _Prompt, is_last: bool) -> None:
@@ -874,7 +876,7 @@ class _Final:
             return []
         hashes = name_blocks(*prompt)
         buffer = instance.arena.take(len(hashes))
-        assert buffer is not None, "nobody else uses the arena any more"
+        assert buffer is not None, "no other code uses the arena any more"
         pool.register(buffer.address, buffer.nbytes)
         if is_save:
             for i, each in enumerate(hashes):

@@ -33,14 +33,14 @@ class Defect(NamedTuple):
     Attributes:
         area: ``retry``, ``resumption``, ``transfers``, ``hand-over`` or ``sharing``; ``confirmed``: a reading found it.
         commit: the commit that fixed it; ``""``: a mutation.
-        what: what happens.
+        effect: effect of the defect.
     """
 
     name: str
     area: str
     world: str
     commit: str
-    what: str
+    effect: str
     file: str
     old: str
     new: str

@@ -1,7 +1,7 @@
 """Makes a plan of the world ``router`` from a flight recorder's files: instances, arrivals, orders and failures.
 
 Prompts and answers are not recorded; the world makes up its own ones of the recorded sizes. The plan thus repeats the
-requests and their times, not the router's decisions. docs/simulation.md says what else is lost.
+requests and their times, not the router's decisions. docs/simulation.md lists the other losses.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ FAULTS = (
 TROUBLES = ("all", "all", "all", "all", "faults", "breaks", "idle", "poison")
 # Most instances that one request may crash, as docs/operations/instances.md says. The last attempt may go to both
 # instances of a pair at the same time. If something delays it, the router may notice the end of one instance of the
-# first pair too late, and that of an instance whose partner was not reached.
+# first pair too late, and that of an instance with an unreachable partner.
 MAX_KILLED, MAX_KILLED_IN_PAIRS, MAX_KILLED_IN_SLOW_PAIRS = 2, 3, 5
 DELAYS = ("link_slow", "link_down", "pause", "router_pause", "starve", "worker_pause")
 LONG_LAG_SECONDS = 0.01
@@ -642,7 +642,7 @@ class RouterWorld(World):
 
     def check_at_rest(self) -> None:
         left = self._list_leftovers()
-        for _ in range(NUM_LOOKS if left else 0):  # what was found may be a heartbeat, which ends soon
+        for _ in range(NUM_LOOKS if left else 0):  # a leftover may be a heartbeat, which ends soon
             self.scheduler.run(self.scheduler.now + round(LOOK_AGAIN_SECONDS * SECOND))
             left = {name: leftover for name, leftover in self._list_leftovers().items() if name in left}
         for leftover in left.values():
@@ -654,9 +654,9 @@ class RouterWorld(World):
                     self.fail("reservation", f"{instance.name} still holds {engine_id}")
         if not self.failures:
             apps = {id(app.proxy._live) for router in self.routers for app in router.list_apps()}
-            kept = [each for each in gc.get_objects() if isinstance(each, ServingRequest) and id(each._live) in apps]
-            if kept:
-                self.fail("memory", f"{len(kept)} requests that have ended are kept in memory")
+            leaked = [each for each in gc.get_objects() if isinstance(each, ServingRequest) and id(each._live) in apps]
+            if leaked:
+                self.fail("memory", f"{len(leaked)} requests that have ended are still in memory")
 
     def _list_leftovers(self) -> dict[str, str]:
         return {_name_of(leftover): leftover for router in self.routers for leftover in router.list_leftovers()}
@@ -664,5 +664,5 @@ class RouterWorld(World):
 
 def _name_of(leftover: str) -> str:
     """Return a leftover without its number: ``router: tasks`` for ``router: 3 tasks``."""
-    owner, _, what = leftover.partition(": ")
-    return f"{owner}: {what.partition(' ')[2]}"
+    owner, _, count = leftover.partition(": ")
+    return f"{owner}: {count.partition(' ')[2]}"

@@ -96,7 +96,7 @@ def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="run what a router's flight recorder has written, as a world of the router, and print its timeline",
+        help="run the log of a router's flight recorder as a world of the router, and print its timeline",
     )
     parser.add_argument("--shrink", type=int, metavar="SEED", help="find fewer events with the same failure")
     parser.add_argument("--regressions", action="store_true", help="run the seeds of simulation/regressions.txt")
@@ -112,10 +112,10 @@ def _read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _first_of_commit() -> int:
     """Return a first seed that depends on the commit, so that a failure in CI can be repeated."""
-    told = subprocess.run(
+    described = subprocess.run(
         ["git", "rev-parse", "--short=6", "HEAD"], cwd=REGRESSIONS.parent, capture_output=True, text=True, check=False
     )
-    return int(told.stdout, 16) * 1000 if told.returncode == 0 else int(time.time()) * 1000
+    return int(described.stdout, 16) * 1000 if described.returncode == 0 else int(time.time()) * 1000
 
 
 def _forever(first: int) -> Iterator[int]:
@@ -125,7 +125,7 @@ def _forever(first: int) -> Iterator[int]:
 
 
 def read_regressions(path: Path) -> Iterator[Job]:
-    """Yield the jobs of a file with lines ``world seed  # what it found``."""
+    """Yield the jobs of a file with lines ``world seed  # defect``."""
     for line in path.read_text().splitlines():
         if fields := line.partition("#")[0].split():
             yield find_world(fields[0]), int(fields[1]), None

@@ -35,7 +35,7 @@ class Result:
             ``refused`` (no connection); "" while it is running.
         status: the HTTP status.
         code: the code of the error.
-        why: what is wrong.
+        why: description of the fault.
         text: the text of the answer.
         behind: the request before it on its connection, if both were sent in one go.
         has_own_error: whether an instance has answered it with status 500. A client gets this error only if no other
@@ -239,12 +239,12 @@ class Client:
         if result.outcome:
             self.world.fail("once", f"request {result.number} ended twice: {result.outcome}, then {outcome}")
         result.outcome, result.code, result.why, result.ended = outcome, code, why, self.world.now
-        told = " ".join(filter(None, (outcome, str(result.status or ""), code, why)))
-        self.world.trace.add(self.process.name, f"request {result.number} ends: {told}")
+        text = " ".join(filter(None, (outcome, str(result.status or ""), code, why)))
+        self.world.trace.add(self.process.name, f"request {result.number} ends: {text}")
 
 
 def judge(result: Result, answer: Answer, _: str) -> tuple[str, str, str, str]:
-    """Return the outcome of a request, the code of its error, what is wrong, and the text of the answer."""
+    """Return the outcome of a request, the code of its error, a description of its fault, and the answer's text."""
     if "set-cookie" in answer.headers:
         return "wrong", "", "it has an instance's cookie", ""
     if not answer.status:
@@ -255,23 +255,28 @@ def judge(result: Result, answer: Answer, _: str) -> tuple[str, str, str, str]:
         return ("right" if answer.is_whole else "cut"), "", "", ""
     generation = result.generation
     expected = answer_ids(generation.prompt, 0, generation.end)
-    said = _Said(generation.api)
+    contents = _Contents(generation.api)
     try:
-        said.read_stream(bytes(answer.body)) if answer.is_stream else said.read_whole(answer)
+        contents.read_stream(bytes(answer.body)) if answer.is_stream else contents.read_whole(answer)
     except (ValueError, KeyError, TypeError, IndexError) as exc:
         return "wrong", "", f"cannot be parsed: {exc!r}: {bytes(answer.body)[-300:]!r}", ""
-    result.has_half_character = bool(count_unfinished(said.ids))
+    result.has_half_character = bool(count_unfinished(contents.ids))
     want = text_of(expected)
-    if not want.startswith(said.text):
-        return "wrong", said.code, f"said {said.text[-60:]!r}, not {want[: len(said.text) + 20][-60:]!r}", said.text
-    if said.error:
-        return ("error" if answer.is_whole else "cut"), said.code, said.error, said.text
+    if not want.startswith(contents.text):
+        return (
+            "wrong",
+            contents.code,
+            f"it has {contents.text[-60:]!r}, not {want[: len(contents.text) + 20][-60:]!r}",
+            contents.text,
+        )
+    if contents.error:
+        return ("error" if answer.is_whole else "cut"), contents.code, contents.error, contents.text
     if not answer.is_whole:
-        return "cut", "", f"within the answer, after {len(said.text)} characters", said.text
-    if said.text != want:
-        return "wrong", "", f"ended after {said.text.count(' ')} of {len(expected)} tokens", said.text
-    why = said.find_fault(generation, expected, answer)
-    return "wrong" if why else "right", "", why, said.text
+        return "cut", "", f"within the answer, after {len(contents.text)} characters", contents.text
+    if contents.text != want:
+        return "wrong", "", f"ended after {contents.text.count(' ')} of {len(expected)} tokens", contents.text
+    why = contents.find_fault(generation, expected, answer)
+    return "wrong" if why else "right", "", why, contents.text
 
 
 def _read_error(answer: Answer) -> tuple[str, str]:
@@ -283,7 +288,7 @@ def _read_error(answer: Answer) -> tuple[str, str]:
         return "", repr(bytes(answer.body)[:200])
 
 
-class _Said:
+class _Contents:
     """The parsed contents of an answer: text, error, token ids, finish reasons, usage."""
 
     def __init__(self, api: str) -> None:
@@ -322,14 +327,14 @@ class _Said:
                 self._read_event(json.loads(data))
 
     def find_fault(self, generation: Generation, expected: list[int], answer: Answer) -> str:
-        """Return what is wrong with an answer that has the right text; "" if nothing is."""
+        """Return a description of the fault in an answer with the right text; "" if there is none."""
         if self._api in ("chat", "completions"):
             if self.finishes != [generation.finish]:
                 return f"it finished by {self.finishes}, not {generation.finish}"
             if generation.members.get("return_token_ids") and answer.is_stream and self.ids != expected:
                 return f"its ids are {self.ids}, not {expected}"
             if not generation.members.get("return_token_ids") and self.ids:
-                return "it tells ids that nobody asked for"
+                return "it has token ids that the request did not ask for"
             if len(self.names) > 1:
                 return f"it has several ids: {sorted(self.names)}"
         if self.num_done != 1:
@@ -377,9 +382,9 @@ class _Said:
             self._read_choice(choice)
 
     def _read_choice(self, choice: dict[str, Any]) -> None:
-        said = choice.get("delta") or choice.get("message") or choice
-        self.text += said.get("content") or said.get("text") or ""
-        self.ids += said.get("completion_token_ids") or choice.get("token_ids") or []
+        message = choice.get("delta") or choice.get("message") or choice
+        self.text += message.get("content") or message.get("text") or ""
+        self.ids += message.get("completion_token_ids") or choice.get("token_ids") or []
         if choice.get("finish_reason"):
             self.finishes.append(choice["finish_reason"])
 

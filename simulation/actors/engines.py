@@ -87,8 +87,8 @@ class Script:
         self._generation = generation
         self._engine = engine
         self._head: dict[str, Any] = {"id": answer_id, "created": created, "model": "m"}
-        self._tells_ids = bool(generation.members.get("return_token_ids"))
-        self._held: list[int] = []
+        self._returns_ids = bool(generation.members.get("return_token_ids"))
+        self._unfinished: list[int] = []
         self._has_finished = False
 
     def usage(self, generated: int) -> dict[str, Any]:
@@ -109,12 +109,12 @@ class Script:
         if api == "completions":
             return []
         delta: dict[str, Any] = {"role": "assistant", "content": ""}
-        told: dict[str, Any] = {}
-        if self._tells_ids and self._engine == "fastdeploy":
+        members: dict[str, Any] = {}
+        if self._returns_ids and self._engine == "fastdeploy":
             delta["prompt_token_ids"] = ids
-        elif self._tells_ids:
-            told["prompt_token_ids"] = ids
-        return [self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], **told)]
+        elif self._returns_ids:
+            members["prompt_token_ids"] = ids
+        return [self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], **members)]
 
     def tokens(self, ids: Sequence[int], *, is_first: bool, finish: str | None) -> bytes:
         """Return the event with some tokens. An incomplete character at their end comes with the next event.
@@ -124,25 +124,24 @@ class Script:
             is_first: whether these are the first tokens of the response.
             finish: the finish reason, if it comes in the same event as the last tokens; else None.
         """
-        shown = [*self._held, *ids]
-        self._held = shown[len(shown) - count_unfinished(shown) :] if finish is None else []
+        shown = [*self._unfinished, *ids]
+        self._unfinished = shown[len(shown) - count_unfinished(shown) :] if finish is None else []
         self._has_finished = finish is not None
-        api, text = self._generation.api, text_of(shown[: len(shown) - len(self._held)])
+        api, text = self._generation.api, text_of(shown[: len(shown) - len(self._unfinished)])
         if api == "responses":
             return self._event({"type": "response.output_text.delta", "delta": text})
         if api == "messages":
             return self._event({"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}})
-        said: dict[str, Any] = {"content": text} if api == "chat" else {"text": text}
-        choice: dict[str, Any] = {"index": 0, "delta": said} if api == "chat" else {"index": 0, **said}
-        told: dict[str, Any] = {}
-        if self._tells_ids:
+        part: dict[str, Any] = {"content": text} if api == "chat" else {"text": text}
+        choice: dict[str, Any] = {"index": 0, "delta": part} if api == "chat" else {"index": 0, **part}
+        if self._returns_ids:
             if self._engine == "fastdeploy":
-                (said if api == "chat" else choice)["completion_token_ids"] = list(ids)
+                (part if api == "chat" else choice)["completion_token_ids"] = list(ids)
             else:
                 choice["token_ids"] = list(ids)
             if is_first and api == "completions":
                 choice["prompt_token_ids"] = [*self._generation.prompt, *self._generation.resumed]
-        return self._chunk([{**choice, "finish_reason": finish}], **told)
+        return self._chunk([{**choice, "finish_reason": finish}])
 
     def end(self, generated: int, finish: str) -> Iterator[bytes]:
         """Yield the events after the last token."""
@@ -159,9 +158,9 @@ class Script:
             return
         if not self._has_finished:
             # An incomplete character at the end of the answer comes here.
-            said = {"content": text_of(self._held)} if self._held and finish != "pd_reschedule" else {}
-            choice = {"index": 0, "delta": said} if api == "chat" else {"index": 0, "text": said.get("content", "")}
-            if self._tells_ids and api == "completions" and not generated:  # its only token was the end
+            part = {"content": text_of(self._unfinished)} if self._unfinished and finish != "pd_reschedule" else {}
+            choice = {"index": 0, "delta": part} if api == "chat" else {"index": 0, "text": part.get("content", "")}
+            if self._returns_ids and api == "completions" and not generated:  # its only token was the end
                 choice["prompt_token_ids"] = [*self._generation.prompt, *self._generation.resumed]
             yield self._chunk([{**choice, "finish_reason": finish}])
         options = self._generation.members.get("stream_options")
@@ -183,11 +182,11 @@ class Script:
         if api == "messages":
             content = [{"type": "text", "text": text}]
             return {**self._head, "type": "message", "content": content, "stop_reason": finish, "usage": usage}
-        told = self._engine == "fastdeploy" and (self._tells_ids or finish == "pd_reschedule")
-        said: dict[str, Any] = {"content": text} if api == "chat" else {"text": text}
-        if told:
-            said["completion_token_ids"] = list(ids)
-        choice = {"message": {"role": "assistant", **said}} if api == "chat" else said
+        has_ids = self._engine == "fastdeploy" and (self._returns_ids or finish == "pd_reschedule")
+        part: dict[str, Any] = {"content": text} if api == "chat" else {"text": text}
+        if has_ids:
+            part["completion_token_ids"] = list(ids)
+        choice = {"message": {"role": "assistant", **part}} if api == "chat" else part
         return {**self._head, "choices": [{"index": 0, **choice, "finish_reason": finish}], "usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:

@@ -74,7 +74,7 @@ class ManyWorkers:
         counts = []
         if self._admission is not None and self.process.is_alive:
             counts += [(self._admission.running, "admitted requests"), (self._admission.waiting, "waiting requests")]
-        return [f"{self.name}: {count} {what}" for count, what in counts if count] + [
+        return [f"{self.name}: {count} {name}" for count, name in counts if count] + [
             leftover
             for worker in self.workers.values()
             if worker.process.is_alive and worker.app is not None and worker.server is not None

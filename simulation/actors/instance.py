@@ -52,7 +52,7 @@ class Watcher(Protocol):
     def on_own_error(self, generation: Generation) -> None:
         """Record that an instance answers a request with status 500."""
 
-    def fail(self, oracle: str, what: str) -> None:
+    def fail(self, oracle: str, message: str) -> None:
         """Report that a rule is broken."""
 
 
@@ -129,7 +129,7 @@ class Instance:
 
     def registration(self) -> dict[str, Any]:
         """Return the body of its registration at routers."""
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "role": self.role,
             "host_ip": self.host,
             "port": self.port,
@@ -143,8 +143,8 @@ class Instance:
             "start_id": self.life.start_id,
         }
         if self.engine != "fastdeploy":
-            told |= {"engine": self.engine, "bootstrap_port": self.port + BOOTSTRAP_OFFSET}
-        return told | ({"kv_connector": self.connector} if self.engine == "vllm" else {})
+            fields |= {"engine": self.engine, "bootstrap_port": self.port + BOOTSTRAP_OFFSET}
+        return fields | ({"kv_connector": self.connector} if self.engine == "vllm" else {})
 
     async def _main(self) -> None:
         loop, life = asyncio.get_running_loop(), self.life
@@ -303,7 +303,7 @@ class Instance:
             await reply.chunk(event)
         position, fails_at = 0, -1
         alone = draws.choice((0.3, 0.9))  # share of tokens that are alone in an event
-        tells_finish_at_once = generation.api not in ("chat", "completions") or draws.random() < 0.5
+        finishes_at_once = generation.api not in ("chat", "completions") or draws.random() < 0.5
         mood = self.mood
         if mood in ("engine_dies", "hangs_in_stream"):
             fails_at = draws.choice((0, draws.randrange(len(ids) + 1), len(ids)))
@@ -323,8 +323,8 @@ class Instance:
                 await reply.end_stream()
                 return
             is_last = position + count >= len(ids) and finish != "pd_reschedule"
-            told = finish if is_last and tells_finish_at_once else None
-            await reply.chunk(script.tokens(group, is_first=position == 0, finish=told))
+            reason = finish if is_last and finishes_at_once else None
+            await reply.chunk(script.tokens(group, is_first=position == 0, finish=reason))
             position += len(group)
         if draws.random() < 0.3:
             await _sleep_unless(stop, self.token_seconds)
@@ -380,17 +380,17 @@ class Instance:
         params = members.get("kv_transfer_params") or {}
         if self.engine == "fastdeploy":
             if not self._hand_to_decode(members):
-                await self._tell(reply, generation, script.error("PD Error: decode cannot be reached", 500))
+                await self._send_event(reply, generation, script.error("PD Error: decode cannot be reached", 500))
                 return
         elif self.engine == "sglang":
             self._open(f"room-{members['bootstrap_room']}")
         elif self.connector == "mooncake":
             self._open(f"transfer-{params.get('transfer_id')}")
-        told = script.whole(ids, "length")
+        response = script.whole(ids, "length")
         if self.engine == "vllm" and self.connector == "nixl" and params.get("do_remote_decode"):
             lease = f"{draws.getrandbits(64):x}"
             self.life.leases[lease] = (generation.prompt, self.world.now + LEASE_SECONDS)
-            told["kv_transfer_params"] = {
+            response["kv_transfer_params"] = {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
                 "remote_engine_id": self.life.start_id,
@@ -408,9 +408,9 @@ class Instance:
                 await reply.chunk(event)
             await reply.end_stream()
         else:
-            await reply.answer(200, told)
+            await reply.answer(200, response)
 
-    async def _tell(self, reply: Reply, generation: Generation, event: bytes) -> None:
+    async def _send_event(self, reply: Reply, generation: Generation, event: bytes) -> None:
         if generation.is_stream:
             await reply.begin_stream()
             await reply.chunk(event)
@@ -478,7 +478,7 @@ class Instance:
     def _take_lease(self, params: dict[str, Any], generation: Generation) -> str:
         prefill = self._find_life(str(params.get("remote_engine_id")))
         if prefill is None or not prefill.process.is_alive:
-            return "prefill is gone"
+            return "prefill has ended"
         prompt, ends_at = prefill.life.leases.pop(str((params.get("remote_block_ids") or [""])[0]), ([], 0.0))
         if self.world.now > ends_at:
             return "prefill's lease is over, or was taken"

@@ -289,7 +289,7 @@ class Mooncake:
             self._drop(key)
 
     def begin_put(self, key: str, nbytes: int, preferred: str | None) -> _Object | int:
-        """Reserve memory for a value; return 0 if the key exists already, or an error code if there is no room."""
+        """Reserve memory for a value; return 0 if the key exists already, or an error code if there is no space."""
         if key in self.objects:
             return _OK
         used, size = self._measure()
@@ -636,7 +636,7 @@ class _Client:
             if not any(
                 start <= address and address + nbytes <= start + size for start, size in self.registered.items()
             ):
-                self._cluster.world.fail("registration", f"{call} of memory that {self.hostname} was not told of")
+                self._cluster.world.fail("registration", f"{call} of memory that is not registered at {self.hostname}")
                 return False
         return True
 

@@ -79,9 +79,9 @@ def list_leftovers(process: Process, app: RouterApp, server: RouterServer) -> li
     """Return a text for each count in a router's process that is not 0, although no request is running."""
     left: list[str] = []
 
-    def note(what: str, value: Any, allowed: float = 0) -> None:
+    def note(name: str, value: Any, allowed: float = 0) -> None:
         if abs(value) > allowed:
-            left.append(f"{process.name}: {value:g} {what}")
+            left.append(f"{process.name}: {value:g} {name}")
 
     note("live requests", app.proxy.num_requests)
     for instance in app.registry:

@@ -211,11 +211,11 @@ class Network:
         ((*_, (address, _port)),) = (await self.resolve(loop, host, port))[:1]
         opened = loop.create_future()
 
-        def tell(outcome: Exception | None) -> None:
+        def report(outcome: Exception | None) -> None:
             if not opened.done():
                 opened.set_exception(outcome) if outcome is not None else opened.set_result(None)
 
-        attempt = _Attempt(self, process, address, port, lambda outcome: loop.post(tell, outcome))
+        attempt = _Attempt(self, process, address, port, lambda outcome: loop.post(report, outcome))
         attempt.send_syn()
         try:
             await opened
@@ -265,22 +265,22 @@ class _Attempt:
     """An attempt to open a connection.
 
     Args:
-        tell: called with None when the connection is open, or with the error.
+        report: called with None when the connection is open, or with the error.
     """
 
     def __init__(
-        self, network: Network, process: Process, host: str, port: int, tell: Callable[[Exception | None], None]
+        self, network: Network, process: Process, host: str, port: int, report: Callable[[Exception | None], None]
     ) -> None:
         self._network = network
         self._process = process
         self._host, self._port = host, port
-        self._tell = tell
+        self._report = report
         self._is_given_up = False
         self.endpoint: Endpoint | None = None
         self._link = network.link(process.host, host)
         self._draws = network.direction(process.host, host)
         late = OSError(errno.ETIMEDOUT, "Connection timed out")
-        self._late = network.scheduler.call_later(CONNECT_SECONDS, lambda: self._tell(late))
+        self._late = network.scheduler.call_later(CONNECT_SECONDS, lambda: self._report(late))
 
     def give_up(self) -> None:
         self._is_given_up = True
@@ -322,7 +322,7 @@ class _Attempt:
 
     def _end(self, outcome: Exception | None) -> None:
         self._late.cancel()
-        self._tell(outcome)
+        self._report(outcome)
 
 
 class Endpoint:
@@ -501,13 +501,13 @@ class Endpoint:
         kind, data = self._wire.popleft()
         if kind == "data" and not peer.is_closed:
             peer.received += data
-            peer._tell()
+            peer._notify_reader()
         elif kind == "data":
             if self.error is None and peer.error is None:
                 peer._put("reset", b"")
         elif kind == "eof":
             peer.has_eof = True
-            peer._tell()
+            peer._notify_reader()
         else:
             peer._on_error(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
 
@@ -515,9 +515,9 @@ class Endpoint:
         if not self.is_closed and self.error is None:
             self.error = error
             self._wire.clear()
-            self._tell()
+            self._notify_reader()
 
-    def _tell(self) -> None:
+    def _notify_reader(self) -> None:
         if self.transport is not None:
             self.transport.on_readable()
         elif self.reader is not None:

@@ -18,7 +18,7 @@ class Event:
 
     Attributes:
         at: time of the event, in virtual seconds since the beginning.
-        kind: what happens.
+        kind: kind of the fault or event.
         target: the actor to which it happens.
         details: further data for this kind of event.
     """

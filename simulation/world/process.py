@@ -105,7 +105,7 @@ class Process:
         self._num_pauses = 0
 
     def __repr__(self) -> str:
-        return f"<process {self.name} {'paused' if self._num_pauses else 'runs' if self.is_alive else 'is gone'}>"
+        return f"<process {self.name} {'paused' if self._num_pauses else 'runs' if self.is_alive else 'has ended'}>"
 
     @property
     def runs(self) -> bool:

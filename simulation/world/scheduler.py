@@ -99,7 +99,7 @@ class SimThread:
         self.greenlet: Any = None
         self.is_blocked = self.is_woken = self.is_ended = False
         self.timer: Timer | None = None
-        self.wait_for = ""  # what it waits for, as text for messages
+        self.wait_for = ""  # the event that it waits for, for messages
         self.public: Any = None
         self.locals: dict[int, dict[str, Any]] = {}
         self.saved_loop: Any = None
@@ -293,9 +293,9 @@ class Scheduler:
 
     def hold_process(self, process: Process) -> None:
         """Stop the ready threads of a process that was paused or has crashed."""
-        held = [thread for thread in self._ready if thread.process is process]
+        stopped = [thread for thread in self._ready if thread.process is process]
         self._ready = [thread for thread in self._ready if thread.process is not process]
-        process.waiting += held
+        process.waiting += stopped
 
     def _unblock(self, thread: SimThread) -> None:
         if thread.is_blocked:

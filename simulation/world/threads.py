@@ -45,13 +45,13 @@ class _Waiters:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def wait(self, seconds: float | None, what: str) -> bool:
+    def wait(self, seconds: float | None, event: str) -> bool:
         scheduler = current()
         thread = scheduler.running
         if thread is None:
-            raise RuntimeError(f"code outside of simulated threads would wait for {what}")
+            raise RuntimeError(f"code outside of simulated threads would wait for {event}")
         self._threads.append(thread)
-        is_woken = scheduler.block(seconds, what)
+        is_woken = scheduler.block(seconds, event)
         if is_woken or thread not in self._threads:  # woken after its time had ended, but before it ran again
             return True
         self._threads.remove(thread)
@@ -451,7 +451,7 @@ class Queue(SimpleQueue[_Item]):
 
     def put(self, item: _Item, block: bool = True, timeout: float | None = None) -> None:
         while self.maxsize and len(self._items) >= self.maxsize:
-            if not block or not self._room.wait(timeout, "room in a queue"):
+            if not block or not self._room.wait(timeout, "space in a queue"):
                 raise real_queue.Full
         self._num_unfinished += 1
         super().put(item)

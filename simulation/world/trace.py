@@ -16,16 +16,16 @@ __all__ = ["Trace"]
 
 
 class Trace:
-    """A list of entries: virtual time, actor, and what happened."""
+    """A list of entries: virtual time, actor, and event."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.entries: list[tuple[int, str, str]] = []
 
-    def add(self, who: str, what: str) -> None:
-        """Add an entry with the current time: the actor ``who`` did ``what``."""
-        self.entries.append((self._scheduler.now, who, what))
+    def add(self, actor: str, event: str) -> None:
+        """Add an entry with the current time: the actor and its event."""
+        self.entries.append((self._scheduler.now, actor, event))
 
     def text(self) -> str:
-        """Return the timeline as text, with a line for each entry: seconds, actor, what happened."""
+        """Return the timeline as text, with a line for each entry: seconds, actor, event."""
         return "".join(f"{format_event(*entry)}\n" for entry in self.entries)

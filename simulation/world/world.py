@@ -28,14 +28,14 @@ class Failure:
 
     Attributes:
         oracle: the name of the rule. Failures with the same name count as the same failure.
-        what: what was wrong.
+        message: description of the failure.
     """
 
     oracle: str
-    what: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.oracle}: {self.what}"
+        return f"{self.oracle}: {self.message}"
 
 
 @dataclass
@@ -152,11 +152,11 @@ class World:
         self.processes[name] = process
         return process
 
-    def fail(self, oracle: str, what: str) -> None:
+    def fail(self, oracle: str, message: str) -> None:
         """Report that the rule ``oracle`` is broken. The run continues."""
         if len(self.failures) < 50:
-            self.failures.append(Failure(oracle, what))
-            self.trace.add("ORACLE", f"{oracle}: {what}")
+            self.failures.append(Failure(oracle, message))
+            self.trace.add("ORACLE", f"{oracle}: {message}")
 
     def run(self, plan: Plan | None = None) -> Outcome:
         """Run the world to its end, with ``plan`` or else with the plan of ``draw_plan``."""

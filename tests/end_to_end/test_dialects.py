@@ -18,7 +18,7 @@ from engine.args import parse_args
 from engine.serving.instance import Instance
 from engine.serving.server import InstanceServer
 from engine.serving.surroundings import find_surroundings
-from simulation.actors.dialects import SglangDialect, VllmDialect, keep_prompts
+from simulation.actors.dialects import SglangDialect, VllmDialect, retain_prompts
 from tests.end_to_end.cluster import Router, router
 from tests.support.waiting import wait_until
 
@@ -40,7 +40,7 @@ def serving(model: Path, role: str, dialect: str, at: Router | None = None) -> I
     at_port = connector.getsockname()[1]
     dialects = {"vllm": VllmDialect("127.0.0.1", at_port), "sglang": SglangDialect(role, at_port)}
     instance = Instance(args, find_surroundings(args), connector, dialects.get(dialect))
-    keep_prompts(instance.receiver, instance.memory)
+    retain_prompts(instance.receiver, instance.memory)
     server = InstanceServer(instance)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -265,7 +265,7 @@ def test_an_exception_that_is_not_caught_is_a_failure() -> None:
         world.make_process("thread").start_thread(fail)
 
     _, outcome = _run(program)
-    assert sorted(failure.what.partition("\n")[0] for failure in outcome.failures) == [
+    assert sorted(failure.message.partition("\n")[0] for failure in outcome.failures) == [
         "loop of loop: Task exception was never retrieved",
         "thread thread/main ended with KeyError: 'lost'",
     ]

@@ -14,8 +14,8 @@ from engine.disaggregation import HandoverResult
 from engine.generation.base import Generation, SharedParts
 from engine.generation.decode import DecodeGeneration
 from engine.scheduling.request import Request
-from simulation.actors.dialects.kept import ask_for_prompt
-from simulation.actors.dialects.kept_prefill import key_of
+from simulation.actors.dialects.retained import ask_for_prompt
+from simulation.actors.dialects.retaining_prefill import key_of
 
 __all__ = ["FetchPrompt", "FetchingDecodeGeneration"]
 

@@ -9,7 +9,7 @@ from engine.apis.completions import PairDialect
 from engine.generation import PairInfo
 from engine.protocol import ApiError, GenerationBody, quote_short
 from simulation.actors.dialects.fetching_decode import FetchPrompt
-from simulation.actors.dialects.kept_prefill import KeepPrompt
+from simulation.actors.dialects.retaining_prefill import RetainPrompt
 
 __all__ = ["SglangDialect"]
 
@@ -51,7 +51,7 @@ class SglangDialect(PairDialect):
             message = f"bootstrap_room: it is {quote_short(room)}; give a whole number from 0 to 2**63 - 1"
             raise ApiError(400, message, param="bootstrap_room")
         if self._role == "prefill":
-            return KeepPrompt(f"room {room}", MEETING_SECONDS, waits_for_decode=True)
+            return RetainPrompt(f"room {room}", MEETING_SECONDS, waits_for_decode=True)
         host = _read_member(body.bootstrap_host, "bootstrap_host", prompt, num_prompts)
         if not isinstance(host, str) or not host:
             message = f"bootstrap_host: it is {quote_short(host)}; give the prefill instance's address"

@@ -15,8 +15,8 @@ from engine.apis.completions import PairDialect
 from engine.generation import PairInfo
 from engine.protocol import ApiError, ChatBody, GenerationBody
 from simulation.actors.dialects.fetching_decode import FetchPrompt
-from simulation.actors.dialects.kept import KeptPrompt
-from simulation.actors.dialects.kept_prefill import KeepPrompt
+from simulation.actors.dialects.retained import RetainedPrompt
+from simulation.actors.dialects.retaining_prefill import RetainPrompt
 
 __all__ = ["VllmDialect"]
 
@@ -52,7 +52,7 @@ class VllmDialect(PairDialect):
             raise ApiError(400, message, param="min_tokens")
         params = body.kv_transfer_params or {}
         if params.get("do_remote_decode"):
-            return KeepPrompt(f"{request_id}-{uuid.uuid4().hex[:8]}", LEASE_SECONDS, describe=self._describe_prompt)
+            return RetainPrompt(f"{request_id}-{uuid.uuid4().hex[:8]}", LEASE_SECONDS, describe=self._describe_prompt)
         if not params.get("do_remote_prefill") or not params.get("remote_block_ids"):
             return None
         if any(name not in params for name in _REMOTE_FIELDS) or not _is_port(params["remote_port"]):
@@ -61,21 +61,21 @@ class VllmDialect(PairDialect):
         host, port = str(params["remote_host"]), int(params["remote_port"])
         return FetchPrompt(str(params["remote_request_id"]), host, port, takes_token=False)
 
-    def _describe_prompt(self, kept: KeptPrompt) -> dict[str, Any]:
+    def _describe_prompt(self, retained: RetainedPrompt) -> dict[str, Any]:
         """Return the members of a prefill's answer by which decode finds the prompt."""
         return {
             "kv_transfer_params": {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
-                "remote_block_ids": [kept.blocks],
+                "remote_block_ids": [retained.blocks],
                 "remote_engine_id": self._engine_id,
-                "remote_request_id": kept.key,
+                "remote_request_id": retained.key,
                 "remote_host": self._host,
                 "remote_port": self._port,
                 "tp_size": 1,
                 "dcp_size": 1,
                 "pp_size": 1,
-                "remote_num_tokens": kept.prompt.num_tokens,
+                "remote_num_tokens": retained.prompt.num_tokens,
                 "remote_blocks_expiry_time": None,
                 "transfer_mode": "pull",
             }

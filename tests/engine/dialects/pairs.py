@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.apis.completions import Completions, PairDialect
 from engine.protocol import ChatBody, CompletionBody, check_body
-from simulation.actors.dialects import keep_prompts
+from simulation.actors.dialects import retain_prompts
 from tests.engine.event_loop import eventually
 from tests.engine.pair import HOST, PROMPT, Pair, Side, pair_of
 
@@ -62,7 +62,7 @@ async def dialect_pair(
         options: options of ``pair_of``.
     """
     async with pair_of(folder, tokenizer, **options) as pair:
-        retained = keep_prompts(pair.prefill.receiver, pair.prefill.memory)
+        retained = retain_prompts(pair.prefill.receiver, pair.prefill.memory)
         await pair.prefill.receiver.start_listening(socket.create_server((HOST, 0)))
 
         def make_client(side: Side, dialect: PairDialect | None) -> Client:

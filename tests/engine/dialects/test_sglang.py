@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import ApiError
-from simulation.actors.dialects import SglangDialect, kept_by
+from simulation.actors.dialects import SglangDialect, retained_prompts_of
 from tests.engine.dialects.pairs import DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.pair import HOST
@@ -47,7 +47,7 @@ async def test_a_pair_works_in_either_order_of_its_legs(tiny_checkpoint: Path, w
         fields = room_fields(pair, 2**62, temperature=2.0, seed=7)
         legs = {"prefill": pair.prefill, "decode": pair.decode}
         early = asyncio.create_task(legs.pop(first).complete(**fields))
-        retained, generations = kept_by(pair.prefill.side.receiver), pair.decode.side.generations
+        retained, generations = retained_prompts_of(pair.prefill.side.receiver), pair.decode.side.generations
         await eventually(lambda: len(retained) or generations.num_live, "the first leg to wait")
         (late,) = [await leg.complete(**fields) for leg in legs.values()]
         answers = {first: await early}
@@ -108,7 +108,7 @@ async def test_a_room_belongs_to_one_request(
 ) -> None:
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         waiting = asyncio.create_task(pair.prefill.complete(**room_fields(pair, 5)))
-        await eventually(lambda: len(kept_by(pair.prefill.side.receiver)), "prefill to wait")
+        await eventually(lambda: len(retained_prompts_of(pair.prefill.side.receiver)), "prefill to wait")
         with pytest.raises(ApiError, match='"room 5" is in use by another request'):
             await pair.prefill.complete(**room_fields(pair, 5))
         with pytest.raises(ApiError, match="received without bootstrap room id"):
@@ -138,7 +138,7 @@ async def test_a_leg_that_is_aborted_while_it_waits_releases_all(
     async with sglang_pair(tiny_checkpoint, word_tokenizer) as pair:
         side = {"prefill": pair.prefill, "decode": pair.decode}[aborted]
         waiting = asyncio.create_task(side.complete(**room_fields(pair, 5), rid="r"))
-        retained = kept_by(pair.prefill.side.receiver)
+        retained = retained_prompts_of(pair.prefill.side.receiver)
         await eventually(
             lambda: side.side.generations.num_live and (aborted == "decode" or len(retained)), "the leg to wait"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from simulation.actors.dialects import SglangDialect, VllmDialect, kept_by
+from simulation.actors.dialects import SglangDialect, VllmDialect, retained_prompts_of
 from tests.engine.cancelled import CancelledAt
 from tests.engine.dialects.pairs import DialectPair, dialect_pair, prompt_of
 from tests.engine.event_loop import eventually, in_event_loop
@@ -152,7 +152,7 @@ async def wait_until_all_is_released(pair: DialectPair) -> None:
     await pair.pair.until_free()
     prefill, decode = pair.prefill.side.receiver, pair.decode.side.receiver
     await eventually(
-        lambda: not (len(kept_by(prefill)) or prefill.num_pending or decode.num_pending), "nothing pending"
+        lambda: not (len(retained_prompts_of(prefill)) or prefill.num_pending or decode.num_pending), "nothing pending"
     )
     assert pair.decode.side.num_reserved == 0
 

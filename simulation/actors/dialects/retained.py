@@ -20,14 +20,14 @@ from engine.disaggregation import BlockMemory, HandoverReceiver, hand_over
 from engine.disaggregation.wire import Prompt, open_connection, receive_message, send_message, wait_at_most
 from engine.scheduling.request import TokenLogprobs
 
-__all__ = ["KeptPrompt", "KeptPrompts", "ask_for_prompt", "keep_prompts", "kept_by"]
+__all__ = ["RetainedPrompt", "RetainedPrompts", "ask_for_prompt", "retain_prompts", "retained_prompts_of"]
 
 log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 300.0
 
 
-class KeptPrompt:
+class RetainedPrompt:
     """One prompt, from the arrival of its request until it was transferred or dropped.
 
     It owns a reference on each of its ``blocks``; the hand-over takes them over. The engine may still deliver blocks of
@@ -116,7 +116,7 @@ class KeptPrompt:
             self._taken.set_result(is_taken)
 
 
-class KeptPrompts:
+class RetainedPrompts:
     """The prompts that this instance retains for decode instances.
 
     Args:
@@ -125,43 +125,43 @@ class KeptPrompts:
 
     def __init__(self, memory: BlockMemory | None = None) -> None:
         self._memory = memory
-        self._kept: dict[str, KeptPrompt] = {}
+        self._retained: dict[str, RetainedPrompt] = {}
         self._opened = asyncio.Condition()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._notifications: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._retained)
 
     def has_key(self, key: str) -> bool:
         """Whether a prompt is retained under this key."""
-        return key in self._kept
+        return key in self._retained
 
-    def open_prompt(self, key: str, request_id: str, prompt: Prompt) -> KeptPrompt:
+    def open_prompt(self, key: str, request_id: str, prompt: Prompt) -> RetainedPrompt:
         """Register a prompt under ``key`` before it is computed."""
-        kept = self._kept[key] = KeptPrompt(key, request_id, prompt, self._memory)
-        telling = asyncio.get_running_loop().create_task(self._tell_opened())
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
-        return kept
+        retained = self._retained[key] = RetainedPrompt(key, request_id, prompt, self._memory)
+        notification = asyncio.get_running_loop().create_task(self._notify_opened())
+        self._notifications.add(notification)
+        notification.add_done_callback(self._notifications.discard)
+        return retained
 
-    def drop_prompt(self, kept: KeptPrompt, reason: str) -> None:
+    def drop_prompt(self, retained: RetainedPrompt, reason: str) -> None:
         """Drop a prompt; a hand-over that has begun continues."""
-        kept.drop(reason)
-        if self._kept.get(kept.key) is kept:
-            del self._kept[kept.key]
+        retained.drop(reason)
+        if self._retained.get(retained.key) is retained:
+            del self._retained[retained.key]
 
     def drop_all(self, reason: str) -> None:
         """Drop all prompts."""
-        for kept in list(self._kept.values()):
-            self.drop_prompt(kept, reason)
+        for retained in list(self._retained.values()):
+            self.drop_prompt(retained, reason)
 
-    def drop_later(self, kept: KeptPrompt, seconds: float) -> None:
+    def drop_later(self, retained: RetainedPrompt, seconds: float) -> None:
         """Drop a prompt after ``seconds``."""
 
         def on_expiry() -> None:
-            if not kept.is_dropped:
-                log.warning("%s: no decode instance asked for its prompt in %g s", kept.request_id, seconds)
-                self.drop_prompt(kept, "it was kept for its time")
+            if not retained.is_dropped:
+                log.warning("%s: no decode instance asked for its prompt in %g s", retained.request_id, seconds)
+                self.drop_prompt(retained, "it was retained for its time")
 
         asyncio.get_running_loop().call_later(seconds, on_expiry)
 
@@ -174,58 +174,58 @@ class KeptPrompts:
         key, request_id = str(message["key"]), str(message["request_id"])
         host, port = str(message["host"]), int(message["port"])
         wait_seconds = min(float(message["wait_seconds"]), MAX_WAIT_SECONDS)
-        kept = await self._find_prompt(key, wait_seconds)
-        reason = await kept.wait_until_ready() if kept else "no prompt is kept under this key"
-        if kept is not None and kept.is_asked_for:
+        retained = await self._find_prompt(key, wait_seconds)
+        reason = await retained.wait_until_ready() if retained else "no prompt is retained under this key"
+        if retained is not None and retained.is_asked_for:
             reason = "another request has asked for it"
-        elif kept is not None and kept.is_dropped:  # in the moment after it was ready
+        elif retained is not None and retained.is_dropped:  # after it was ready
             reason = reason or "it was dropped"
-        if kept is None or reason:
+        if retained is None or reason:
             send_message(writer, "missing", reason=reason)
             return
-        kept.is_asked_for = True
+        retained.is_asked_for = True
         send_message(writer, "found")
-        await self._hand_over(kept, host, port, request_id)
+        await self._hand_over(retained, host, port, request_id)
 
-    async def _hand_over(self, kept: KeptPrompt, host: str, port: int, request_id: str) -> None:
-        assert kept.token is not None
-        assert kept.wait_for_pool is not None
+    async def _hand_over(self, retained: RetainedPrompt, host: str, port: int, request_id: str) -> None:
+        assert retained.token is not None
+        assert retained.wait_for_pool is not None
         try:
-            async with hand_over(host, port, request_id, kept.prompt, self._memory) as sender:
+            async with hand_over(host, port, request_id, retained.prompt, self._memory) as sender:
                 if self._memory is not None:
-                    sender.queue_blocks(0, list(kept.blocks))
-                delivered = await sender.deliver_directly(kept.token, kept.logprobs, *kept.cached_tokens)
+                    sender.queue_blocks(0, list(retained.blocks))
+                delivered = await sender.deliver_directly(retained.token, retained.logprobs, *retained.cached_tokens)
                 if not delivered and sender.is_wanted:
-                    await kept.wait_for_pool()
-                    log.debug("request %s: handed over through the pool: %s", kept.request_id, sender.trouble)
-                    sender.report_save(*kept.cached_tokens)
+                    await retained.wait_for_pool()
+                    log.debug("request %s: handed over through the pool: %s", retained.request_id, sender.trouble)
+                    sender.report_save(*retained.cached_tokens)
         finally:
-            kept.end_waits("it was handed over", is_taken=True)
-            self.drop_prompt(kept, "it was handed over")
+            retained.end_waits("it was handed over", is_taken=True)
+            self.drop_prompt(retained, "it was handed over")
 
-    async def _find_prompt(self, key: str, wait_seconds: float) -> KeptPrompt | None:
+    async def _find_prompt(self, key: str, wait_seconds: float) -> RetainedPrompt | None:
         """Return the prompt under this key; wait for it up to ``wait_seconds``."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._opened:
-                await wait_at_most(self._opened.wait_for(lambda: key in self._kept), wait_seconds or 0.001)
-        return self._kept.get(key)
+                await wait_at_most(self._opened.wait_for(lambda: key in self._retained), wait_seconds or 0.001)
+        return self._retained.get(key)
 
-    async def _tell_opened(self) -> None:
+    async def _notify_opened(self) -> None:
         async with self._opened:
             self._opened.notify_all()
 
 
-def keep_prompts(receiver: HandoverReceiver, memory: BlockMemory | None) -> KeptPrompts:
+def retain_prompts(receiver: HandoverReceiver, memory: BlockMemory | None) -> RetainedPrompts:
     """Let the instance with this receiver retain prompts, which decode instances request at its connector port."""
-    kept = KeptPrompts(memory)
-    receiver.others["fetch"] = kept.serve_fetch
-    return kept
+    retained = RetainedPrompts(memory)
+    receiver.others["fetch"] = retained.serve_fetch
+    return retained
 
 
-def kept_by(receiver: HandoverReceiver) -> KeptPrompts:
-    """Return the prompts that the instance with this receiver retains."""
-    kept: KeptPrompts = receiver.others["fetch"].__self__  # type: ignore[attr-defined]
-    return kept
+def retained_prompts_of(receiver: HandoverReceiver) -> RetainedPrompts:
+    """Return the prompts that the receiver's instance retains."""
+    retained: RetainedPrompts = receiver.others["fetch"].__self__  # type: ignore[attr-defined]
+    return retained
 
 
 async def ask_for_prompt(
@@ -246,6 +246,6 @@ async def ask_for_prompt(
         message = await receive_message(reader, MAX_WAIT_SECONDS)
         return "" if message["type"] == "found" else str(message.get("reason", message))[:200]
     except (OSError, EOFError, ValueError, asyncio.TimeoutError) as exc:
-        return f"the prefill instance {host}:{port} broke off ({type(exc).__name__}: {exc})"
+        return f"the prefill instance {host}:{port} closed the connection ({type(exc).__name__}: {exc})"
     finally:
         writer.close()
