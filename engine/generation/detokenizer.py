@@ -43,10 +43,8 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop = [text for text in stop if text]
-        self._begun_stops = [_BegunStop(text) for text in self._stop]
+        self._stops = [_StopSearch(text) for text in stop if text]
         self._tokens_before_stops = len(begun_token_ids) + min_tokens
-        self._passed_over = 0  # number of characters of the held text in which stop strings are ignored
         self._window = list(prompt_token_ids[-_CONTEXT:])
         num_unfinished = self._count_unfinished_tokens()
         unfinished = self._window[len(self._window) - num_unfinished :]
@@ -76,14 +74,16 @@ class Detokenizer:
         """
         self._window.append(token_id)
         new = self._decode_new(final=False)
-        if self._tokens_before_stops > 0:
+        ignores_stops = self._tokens_before_stops > 0
+        if ignores_stops:
             self._tokens_before_stops -= 1
-            self._passed_over = len(self._held) + len(new)
-        return self._release_text(new, final=False)
+        return self._release_text(new, ignores_stops=ignores_stops)
 
     def flush_text(self) -> str:
         """Return the text that was held back. Call this after the last token."""
-        return self._release_text(self._decode_new(final=True), final=True)
+        text = self._release_text(self._decode_new(final=True)) + self._held
+        self._held = ""
+        return text
 
     def _count_unfinished_tokens(self) -> int:
         """Return the number of tokens at the end of the window that are an incomplete character."""
@@ -126,25 +126,23 @@ class Detokenizer:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _release_text(self, new: str, *, final: bool) -> str:
+    def _release_text(self, new: str, *, ignores_stops: bool = False) -> str:
         """Return the held text and the new text, without an end that may be the beginning of a stop string.
 
-        If there is a stop string in the text, return only the text before it.
+        If a stop string ends in the new text, return only the text before it, unless ``ignores_stops``.
         """
         if self.stopped:
             return ""
         text = self._held + new
-        places = ((text.find(stop, max(0, self._passed_over - len(stop) + 1)), stop) for stop in self._stop)
-        met = [(at, stop) for at, stop in places if at >= 0]
-        if met:
+        ends = [(stop.text, stop.follow(new)) for stop in self._stops]
+        met = [(len(self._held) + end - len(stop), stop) for stop, end in ends if end]
+        if met and not ignores_stops:
             at, self.met_stop = min(met)
             self._held = ""
             return text[:at]
-        begun = [each.follow(new) for each in self._begun_stops]
-        keep = 0 if final else max(begun, default=0)
-        self._held = text[len(text) - keep :]
-        self._passed_over = max(0, self._passed_over - (len(text) - keep))
-        return text[: len(text) - keep]
+        released = len(text) - max((stop.begun for stop in self._stops), default=0)
+        self._held = text[released:]
+        return text[:released]
 
 
 def _count_incomplete(text: str) -> int:
@@ -152,33 +150,37 @@ def _count_incomplete(text: str) -> int:
     return min(_MAX_INCOMPLETE, len(text) - len(text.rstrip(_INCOMPLETE)))
 
 
-class _BegunStop:
-    """Follows a text, and finds how much of a stop string the end of the text is (Knuth-Morris-Pratt).
+class _StopSearch:
+    """Finds a stop string in a text that arrives in pieces (Knuth-Morris-Pratt).
 
     It takes the same time for each character, also if a client sends a stop string that is the whole answer.
     """
 
-    def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self._length = 0
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.begun = 0
+        """The length of the longest end so far that is a prefix of the stop string, and is shorter than it."""
         # For each prefix of the stop string that was met: the length of its longest end that is a shorter prefix.
         self._shorter = [0]
 
     def follow(self, new: str) -> int:
-        """Return the length of the text's longest end that is a prefix of the stop string, and is shorter than it."""
-        for character in new:
-            self._length = self._extend(self._length, character)
-            if self._length > len(self._shorter):
+        """Return the number of characters of ``new`` up to the end of the first stop string; 0: none ends there."""
+        first_end = 0
+        for count, character in enumerate(new, 1):
+            length = self._extend(self.begun, character)
+            if length > len(self._shorter):
                 self._shorter.append(self._extend(self._shorter[-1], character))
-            if self._length == len(self._stop):
-                self._length = self._shorter[-1]
-        return self._length
+            if length == len(self.text):
+                first_end = first_end or count
+                length = self._shorter[-1]
+            self.begun = length
+        return first_end
 
     def _extend(self, length: int, character: str) -> int:
         """Return the length of the longest prefix that is an end of the prefix with this length and ``character``."""
-        while length and self._stop[length] != character:
+        while length and self.text[length] != character:
             length = self._shorter[length - 1]
-        return length + (self._stop[length] == character)
+        return length + (self.text[length] == character)
 
 
 # Byte-level vocabularies have a letter for each byte: the same character if it is printable in Latin-1, else one from

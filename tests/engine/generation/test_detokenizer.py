@@ -165,10 +165,10 @@ def test_the_beginning_of_a_stop_string_is_output_if_other_text_follows(word_tok
 
 
 def test_stop_strings_as_long_as_the_text_do_not_slow_each_token(word_tokenizer: Any) -> None:
-    """With a comparison for each possible length, this would take minutes."""
+    """If all text that may be the beginning of a stop string was searched for each token, this would take minutes."""
     [token] = word_tokenizer(" river")["input_ids"]
     text = " river" * 4000
-    stops = [text + "#", *["#" + text] * 15]
+    stops = [text + "#", "#" + text, *["a" + text[:8000]] * 14]
     detokenizer = Detokenizer(word_tokenizer, [1], stops)
     pieces = [detokenizer.add_token(token) for _ in range(4000)]
     assert not any(pieces)
