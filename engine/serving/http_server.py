@@ -76,9 +76,9 @@ class InstanceProtocol(HttpToolsProtocol):
         # uvicorn creates a scope at the beginning of a request, and a cycle with this scope at the end of the head.
         if cycle is not None and cycle.scope is self.scope:
             self._head_bytes = 0
-        elif self._head_bytes > HEAD_BYTES:
+        if self._head_bytes > HEAD_BYTES:
             self._refuse_connection(refuse_long_head(len(self.url), "this instance"))
-        else:
+        elif self._head_bytes or cycle.response_complete:  # the bytes may also be empty lines, or the rest of a body
             self._limit_silence()
 
     def on_headers_complete(self) -> None:

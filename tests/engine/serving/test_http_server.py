@@ -275,3 +275,22 @@ async def test_an_offer_of_another_protocol_is_declined(app: Any, offer: bytes) 
         writer.close()
     assert answers.count(b"HTTP/1.1 200 ") == 3
     assert answers.count(b"text_completion") == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "rest"),
+    [(b"GET /v1/models HTTP/1.1\r\n\r\n", b"\r\n"), (b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n", b"a")],
+    ids=["empty line", "rest of a body"],
+)
+@in_event_loop
+async def test_bytes_after_a_response_do_not_keep_a_connection_open(
+    app: Any, monkeypatch: pytest.MonkeyPatch, request_: bytes, rest: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "READ_SECONDS", 0.05)
+    async with serving(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_)
+        await reader.readuntil(b"}")
+        writer.write(rest)
+        await asyncio.wait_for(reader.read(), 20)
+        writer.close()
