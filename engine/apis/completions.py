@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -41,6 +43,8 @@ __all__ = [
 
 # Texts with more characters are encoded on another thread, because that takes more than some milliseconds.
 _LONG_TEXT = 4096
+# A chat template that supports the role developer; others refuse or omit messages with this role.
+_DEVELOPER = re.compile("""['"]developer['"]""")
 # Maximum number of hints for the cache in a conversation, as in Anthropic's API. Each costs a rendering of its own.
 _MAX_MARKS = 4
 
@@ -364,8 +368,8 @@ class Completions:
         template = getattr(self.tokenizer, "chat_template", None)
         if not template:
             raise ApiError(400, "this checkpoint has no chat template; use /v1/completions")
-        if "developer" not in str(template):  # the template would refuse or omit these messages
-            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        if not _DEVELOPER.search(str(template)):
+            messages = _move_developer_messages(messages)
         variables = body.chat_template_kwargs or {}
         if refused := next((name for name in variables if name in self._rendering), None):
             raise ApiError(
@@ -409,10 +413,24 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(400, f"messages.{index}.role: it is missing; give user, assistant or system", param="messages")
     if calls := message.get("tool_calls"):
         message = {**message, "tool_calls": _parse_arguments(calls)}
+    elif "tool_calls" in message:  # some templates check only whether the message has this member
+        message = {name: value for name, value in message.items() if name != "tool_calls"}
     if message.get("content") is None:
         return message if calls else {**message, "content": ""}
     content = check_text_content(f"messages.{index}.content", message["content"], "messages")
     return message if isinstance(content, str) else {**message, "content": join_texts(content)}
+
+
+def _move_developer_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with those of developers in the system's message, for templates without the role developer.
+
+    As in vLLM, all system messages then become one at the beginning, because some templates refuse them elsewhere.
+    """
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    texts = [message.get("content") for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def _parse_arguments(calls: Any) -> Any:
@@ -429,8 +447,9 @@ def _parse_arguments(calls: Any) -> Any:
         if isinstance(function, dict):
             arguments = function.get("arguments")
             if isinstance(arguments, str):
-                with contextlib.suppress(orjson.JSONDecodeError):
-                    arguments = orjson.loads(arguments)
+                with contextlib.suppress(ValueError, RecursionError):
+                    orjson.loads(arguments)  # it refuses NaN and incomplete surrogates, but rounds long integers
+                    arguments = json.loads(arguments)
             call = {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
         parsed.append(call)
     return parsed

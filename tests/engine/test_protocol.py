@@ -315,7 +315,12 @@ def render(template: str, *messages: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("arguments", "rendered"),
-    [('{"a": "b"}', '{"a": "b"}'), ({"a": 1}, '{"a": 1}'), ("", "{}"), (None, "{}"), ("[1]", "{}"), ('{"a', "{}")],
+    [
+        ('{"a": "b"}', '{"a": "b"}'),
+        ({"a": 1}, '{"a": 1}'),
+        ('{"a": 123456789012345678901}', '{"a": 123456789012345678901}'),
+        *((invalid, "{}") for invalid in ("", None, "[1]", '{"a', '{"a": NaN}', '{"a": "\\ud800"}', '{"a":' * 5000)),
+    ],
 )
 def test_a_template_gets_the_arguments_of_a_call_as_an_object(arguments: Any, rendered: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -330,11 +335,23 @@ def test_invalid_calls_are_an_error_if_the_template_refuses_them(calls: Any) -> 
         render("{{ messages[0].tool_calls[0].function.name + '' }}", {"role": "assistant", "tool_calls": calls})
 
 
+@pytest.mark.parametrize("calls", [None, []])
+def test_a_template_gets_no_calls_if_there_are_none(calls: Any) -> None:
+    assert render("{{ 'tool_calls' in messages[0] }}", {"role": "assistant", "tool_calls": calls}) == "False"
+
+
 def test_developer_messages_become_system_messages_if_the_template_has_no_developers() -> None:
     message = {"role": "developer", "content": "the river"}
     shown = "{{ messages[0].role }}: {{ messages[0].content }}"
     assert render(shown, message) == "system: the river"
-    assert render(f"{shown}{{# developer #}}", message) == "developer: the river"
+    assert render(f"{shown}{{# for developers #}}", message) == "system: the river"
+    assert render(f"{shown}{{# 'developer' #}}", message) == "developer: the river"
+
+
+def test_developer_and_system_messages_become_one_at_the_beginning() -> None:
+    messages = [{"role": role, "content": role} for role in ("user", "system", "developer", "user")]
+    shown = "{% for each in messages %}{{ each.role }}: {{ each.content }}; {% endfor %}"
+    assert render(shown, *messages) == "system: system\n\ndeveloper; user: user; user: user; "
 
 
 @pytest.mark.parametrize("message", [{"role": "assistant"}, {"role": "assistant", "content": None, "refusal": "no"}])
