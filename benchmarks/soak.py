@@ -625,7 +625,7 @@ class Soak:
         ]
 
     def _tracebacks(self) -> Line:
-        """Count the tracebacks in all logs; no process may log one, whatever happens to other processes."""
+        """Count the tracebacks in all logs; no process may log one, also if other processes fail."""
         number = sum(log.read_text(errors="replace").count("Traceback (most") for log in self._logs.rglob("*out"))
         return Line("tracebacks in logs", str(number), "0", not number)
 

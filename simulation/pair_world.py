@@ -1,4 +1,4 @@
-"""World ``pair``: prefill and decode instances of the engine, with a model whose KV is a digest of the prefix.
+"""World ``pair``: prefill and decode instances of the engine, with a model that computes digests of the prefix as KV.
 
 The engine's own loop, scheduler, block manager, hand-over, generations and pool connector run over the real pool stack
 and a model of Mooncake. The correct answer is a function of the prompt. The model runner reads a sequence's whole KV

@@ -65,7 +65,7 @@ def content_of(namespace: bytes, block_hash: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def name_blocks(chain: int, count: int, salt: str = "") -> tuple[bytes, ...]:
-    """Return the block hashes of a prompt. Prompts with chain numbers that share all but the last digit begin alike."""
+    """Return a prompt's block hashes. Chain numbers that differ only in the last digit share their first blocks."""
     tokens: list[int] = []
     for i in range(count):
         tokens += [chain // 10 if i < 3 else chain + 1_000_000] * _BLOCK_SIZE

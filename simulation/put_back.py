@@ -261,7 +261,7 @@ DEFECTS = (
 
 
 class Found(NamedTuple):
-    """What a search found; without a ``seed``, nothing."""
+    """The result of a search; without a ``seed``, it found nothing."""
 
     seed: int | None
     oracle: str

@@ -63,7 +63,7 @@ def count_failed_reads() -> None:
 
 
 def find_all() -> None:
-    """Let each look-up say that the pool has all blocks."""
+    """Let each look-up report that the pool has all blocks."""
     for name in ("exists", "exists_for_all"):
         replace(GuardedBackend, name, lambda old, pool, keys: [Status.OK] * len(keys))
 

@@ -4,7 +4,7 @@
         [--model FOLDER] [--path PATH] [--keep]
 
 The router first requests one token from prefill; then it sends the request to decode. With our connector
-(``kvstore``), prefill's answer says that the prompt's blocks are in the pool, a Mooncake pool, and decode loads them
+(``kvstore``), prefill's answer states that the prompt's blocks are in the Mooncake pool, and decode loads them
 from there. With vLLM's own NixlConnector (``nixl``, also on CPU), the answer has ``kv_transfer_params``, with which
 decode fetches the blocks from prefill. Requests use four APIs in turn, or only that of ``--path``; every other request
 is a stream.

@@ -78,7 +78,7 @@ class _Object:
 
 @dataclass
 class Trouble:
-    """How often calls go wrong at present. Faults of the plan change the attributes.
+    """Rates of failing calls. Faults of the plan change the attributes.
 
     Attributes:
         stall_share: share of the calls that wait ``stall_seconds`` longer before their bytes move.
@@ -532,7 +532,7 @@ class _Client:
         sizes: Sequence[Sequence[int]],
         config: Any = None,
     ) -> list[int]:
-        """Write values whose keys do not exist yet; return for each key 0 or a negative code."""
+        """Write values under keys that do not exist yet; return for each key 0 or a negative code."""
         self._enter("put")
         preferred = getattr(config, "preferred_segment", None)
         return self._write(

@@ -579,7 +579,7 @@ class SimSocket:
             self.endpoint.close()
 
     def watch(self, loop: SimulatedLoop, callback: Callable[[], None] | None) -> bool:
-        """As ``loop.add_reader``, or ``remove_reader`` for None."""
+        """Do the same as ``loop.add_reader``, or ``remove_reader`` for None."""
         endpoint, had = self.endpoint, self.endpoint.reader is not None
         endpoint.loop = loop
         endpoint.reader = None if callback is None else lambda: loop.post(callback)
@@ -642,7 +642,7 @@ class SimServer:
             self._watcher()
 
     def watch(self, loop: SimulatedLoop, callback: Callable[[], None] | None) -> bool:
-        """As ``loop.add_reader``, or ``remove_reader`` for None."""
+        """Do the same as ``loop.add_reader``, or ``remove_reader`` for None."""
         had = self._watcher is not None
         self._watcher = None if callback is None else lambda: loop.post(callback)
         if self._watcher is not None and self._waiting:
