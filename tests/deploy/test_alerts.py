@@ -102,7 +102,7 @@ def test_requests_fail_at_an_instance_whose_probes_pass(system: System, thread: 
 
 def test_a_pair_transfers_no_kv_and_then_an_instance_restarts_repeatedly(system: System, thread: LoopThread) -> None:
     """Two vLLM instances have no connector, and one of them then restarts repeatedly."""
-    vllm: dict[str, Any] = {"behave": answer_without_connector, "told": {"engine": "vllm"}}
+    vllm: dict[str, Any] = {"behave": answer_without_connector, "extra_fields": {"engine": "vllm"}}
     with (
         running_stand_in(system, thread, StandIn("prefill", thread, **vllm)) as prefill,
         running_stand_in(system, thread, StandIn("decode", thread, **vllm)),
