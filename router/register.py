@@ -111,7 +111,7 @@ class Sidecar:
             await self._check_server(client, server)
         except ServerError as exc:
             self._found = None
-            return f"not registered: {exc}"
+            return f"cannot register yet: {exc}"
         payload = {"role": "mixed", **(self._found or {}), **payload}
         if kv_events := payload.get("kv_events"):
             payload["kv_events"] = {name: name_host(value, host.strip("[]")) for name, value in kv_events.items()}

@@ -529,7 +529,10 @@ class ServingRequest:
                 self._services.admission.leave(self._timeline.client)
             self._timeline.write_record(self._request, self._response, self._parsed, self._retry_loop.current)
         except Exception:
-            _log.exception("%s %s ended, but its record was not written", self._request.method, self._request.path)
+            _log.exception(
+                "%s %s ended, but the access log and the metrics may lack this request",
+                *(self._request.method, self._request.path),
+            )
         if not self._request.response_complete:  # the code that should end the response has failed
             self._request.cut_response()
 

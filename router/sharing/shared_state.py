@@ -253,7 +253,7 @@ class SharedState:
                 key = member.decode()
                 known[key] = unpack(data)
             except ValueError as exc:
-                _log.error("the record of %r in the shared state is ignored: %s", member[:100], exc)
+                _log.error("the record of instance %r in Redis cannot be read and is ignored: %s", member[:100], exc)
             else:
                 self._on_message(["keep", key, known[key]])
         # An unsent record may be older than the one in Redis, so the present one is sent in its place.

@@ -137,7 +137,7 @@ class Discovery:
         except RegistrationError as exc:
             if self._troubles.get(pod.name) != str(exc):
                 self._troubles[pod.name] = str(exc)
-                _log.warning("pod %s is not registered: %s", pod.name, exc)
+                _log.warning("pod %s cannot be registered: %s", pod.name, exc)
             return
         self._troubles.pop(pod.name, None)
         await self._announce(instance)

@@ -145,7 +145,7 @@ def test_a_router_starts_although_redis_has_invalid_records(
             assert set(await client.smembers(first.shared._instances)) == {b"good", b"old", b"broken", b"text"}
 
     asyncio.run(run())
-    assert "in the shared state is ignored" in caplog.text
+    assert "in Redis cannot be read and is ignored" in caplog.text
     assert "an invalid record of instance old is ignored" in caplog.text
 
 

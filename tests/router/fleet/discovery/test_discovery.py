@@ -110,7 +110,7 @@ def test_a_pod_without_a_role_is_logged_once(
     instance = stand_in()
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm"}))
     router = discovering(splitwise=True)
-    message = "pod ns/a is not registered: it has no role; label it kvrouter/role=prefill or kvrouter/role=decode"
+    message = "pod ns/a cannot be registered: it has no role; label it kvrouter/role=prefill or kvrouter/role=decode"
     wait_until(lambda: message in caplog.messages, "the log line")
     api.put(pod_of(instance, labels={"kvrouter/engine": "vllm", "kvrouter/role": "decode"}))
     wait_for(router, {"ns/a": "healthy"})
@@ -198,7 +198,9 @@ def test_a_server_with_an_unknown_engine_is_logged(
         instance.stop()
     api.put(pod_of(instance))
     discovering()
-    wait_until(lambda: any("pod ns/a is not registered" in each and reason in each for each in caplog.messages), reason)
+    wait_until(
+        lambda: any("pod ns/a cannot be registered" in each and reason in each for each in caplog.messages), reason
+    )
 
 
 def test_the_first_worker_discovers_pods_for_all(
