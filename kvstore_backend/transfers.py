@@ -296,12 +296,12 @@ class Transfers:
             self._pool.flush_writes(_FLUSH_SECONDS)
             statuses = self._pool.remove_blocks(hashes, force=True)
             if (failed := statuses.count(Status.FAILED)) > 0:
-                logger.warning("%d of %d blocks were not removed from the pool", failed, len(hashes))
+                logger.warning("%d of %d blocks could not be removed from the pool", failed, len(hashes))
 
         try:
             self._saves.submit(run)
         except RuntimeError as exc:
-            logger.warning("%d blocks were not removed from the pool: %s", len(hashes), exc)
+            logger.warning("%d blocks could not be removed from the pool: %s", len(hashes), exc)
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on a new thread as soon as other instances can read all blocks that were saved before.

@@ -202,7 +202,10 @@ class Instance:
             )
             heartbeat = asyncio.create_task(sending)
         if self.args.splitwise_role == "decode" and not self.router:
-            log.warning("This decode instance has no --router; it gets no requests until a router registers it")
+            log.warning(
+                "This decode instance has no --router; it gets no requests until a router knows it, for "
+                "example from a register file"
+            )
         log.info("Ready: %s", self.summary)
         announce(f"engine.api_server: ready: {self.summary}")
         try:

@@ -177,7 +177,7 @@ def hccl_sizing(cards: int, memory_factor: float) -> list[Finding]:
         return [
             fail(
                 subject,
-                f"{cards} cards are more than one pool can link",
+                f"{cards} cards are more than the {_MAX_LINKS} that one pool can connect",
                 f"divide them among several pools, each with at most {_MAX_LINKS} cards",
             )
         ]

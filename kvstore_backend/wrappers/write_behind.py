@@ -54,6 +54,14 @@ class _Block:
     is_sending: bool = False
 
 
+# The reasons why queued blocks are dropped, for the log.
+_WHY_LOST = {
+    "refused": "the pool refused them",
+    "pool away": "the pool does not answer",
+    "closed": "the process ended first",
+}
+
+
 class WriteBehindBackend(Wrapper):
     """Wrapper that writes to ``store`` in the background.
 
@@ -347,7 +355,7 @@ class WriteBehindBackend(Wrapper):
     def _drop_blocks(self, keys: set[str], reason: str) -> None:
         if lost := len(self._blocks.keys() & keys):
             self.dropped[reason] += lost
-            logger.warning("%d blocks were not written to the pool; reason: %s", lost, reason)
+            logger.warning("%d blocks were not written to the pool, because %s", lost, _WHY_LOST[reason])
         self._take_out(keys)
 
     def _take_out(self, keys: set[str]) -> None:

@@ -262,7 +262,7 @@ def test_a_setup_as_in_the_guide_passes(setup: Setup, capsys: pytest.CaptureFixt
         pytest.param(
             lambda s: setattr(s, "cards", 513),
             "HCCL links",
-            "513 cards are more than one pool can link",
+            "513 cards are more than the 512 that one pool can connect",
             "each with at most 512 cards",
             id="13 too many cards",
         ),
