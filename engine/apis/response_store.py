@@ -11,6 +11,8 @@ __all__ = ["ResponseStore", "StoredResponse"]
 
 MAX_RESPONSES = 1024
 MAX_CHARACTERS = 64 << 20
+MESSAGE_CHARACTERS = 512
+"""Number of characters that take as much memory as a message without text."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,9 @@ class StoredResponse:
 
     @property
     def num_characters(self) -> int:
-        """Number of characters of the conversation, and of the instructions in the response object."""
+        """Number of characters of the conversation and of the instructions in the response object, for the limit."""
         instructions = self.response.get("instructions") or ""
-        return len(instructions) + sum(len(message["content"]) for message in self.messages)
+        return len(instructions) + sum(MESSAGE_CHARACTERS + len(message["content"]) for message in self.messages)
 
 
 class ResponseStore:
