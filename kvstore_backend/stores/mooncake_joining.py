@@ -7,9 +7,9 @@ of metadata server. So another process checks that first, with an empty address:
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
-import os
 import socket
 import struct
 import subprocess
@@ -52,8 +52,9 @@ INSTALL = (
 """Command that installs Mooncake, for error messages."""
 
 _NO_OFFLOADING = -1300
-# Questions about a network interface, and flags in the response (netdevice(7)).
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+# Questions about network interfaces, the size of an entry in the response, and flags in it (netdevice(7)).
+_SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
+_IFREQ_BYTES = 40
 _IFF_LOOPBACK, _IFF_RUNNING = 0x8, 0x40
 _PROBE_SECONDS = 1.5
 # ``setup`` of the native client holds Python's lock: for 6 s if the server at the master's address is not a master. The
@@ -269,12 +270,14 @@ def _has_network() -> bool:
 
     Mooncake chooses such an interface. No route to other networks is needed.
     """
+    addresses = array.array("B", bytes(1000 * _IFREQ_BYTES))
+    request = struct.pack("iL", len(addresses), addresses.buffer_info()[0])
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", os.fsencode(name))
-            with contextlib.suppress(OSError):  # the interface has no IPv4 address
-                fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)
+        (size,) = struct.unpack_from("i", fcntl.ioctl(probe, _SIOCGIFCONF, request))
+        for start in range(0, size, _IFREQ_BYTES):
+            with contextlib.suppress(OSError):  # the interface was removed meanwhile
+                entry = fcntl.ioctl(probe, _SIOCGIFFLAGS, bytes(addresses[start : start + _IFREQ_BYTES]))
+                (flags,) = struct.unpack_from("H", entry, 16)
                 if flags & _IFF_RUNNING and not flags & _IFF_LOOPBACK:
                     return True
     return False

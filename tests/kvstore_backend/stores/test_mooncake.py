@@ -269,8 +269,9 @@ class TestOpening:
             (":", "no network except loopback; Mooncake uses loopback only if you set MC_TCP_BIND_ADDRESS"),
             ("ip addr add 10.0.0.1/24 dev one; ip link set one up", "no network except loopback"),
             ("ip addr add 10.0.0.1/24 dev one; ip link set one up; ip link set other up", ""),
+            ("ip addr add 10.0.0.1/24 dev one label one:1; ip link set one up; ip link set other up", ""),
         ],
-        ids=["loopback", "not connected", "no route to other networks"],
+        ids=["loopback", "not connected", "no route to other networks", "address with a label"],
     )
     def test_only_a_machine_without_a_network_gets_the_error_about_loopback(
         self, network: str, message: str, tmp_path: Path
