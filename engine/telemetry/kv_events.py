@@ -195,7 +195,8 @@ class KvEventPublisher:
         except zmq.Again:
             if not self._is_full:
                 log.warning(
-                    "KV events are lost, because %d batches wait to be sent already", self._config.max_queue_size
+                    "KV events are lost, because %d batches wait to be sent already; raise max_queue_size",
+                    self._config.max_queue_size,
                 )
             self._is_full = True
 

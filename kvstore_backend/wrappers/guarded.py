@@ -425,7 +425,7 @@ class GuardedBackend(StorageBackend):
         if self._trouble is None:
             self._trouble, self._since = trouble, time.monotonic()
             self.times_opened += 1
-            logger.warning("Calls to the pool have failed, so none are sent until a probe succeeds: %s", trouble)
+            logger.warning("The pool is not used until a probe succeeds, because calls to it have failed: %s", trouble)
             self._changed.notify_all()
 
     def _run_keeper(self) -> None:
@@ -449,7 +449,7 @@ class GuardedBackend(StorageBackend):
             trouble, least_pause = self._try_store()
             if self._close_breaker_unless(trouble):
                 logger.info(
-                    "The pool can be used, after %.1f s without it: %r", time.monotonic() - self._since, self._store
+                    "The pool is used now, after %.1f s without it: %r", time.monotonic() - self._since, self._store
                 )
                 return
             if trouble and trouble != logged:

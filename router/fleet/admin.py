@@ -88,7 +88,9 @@ def weigh_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     key, members = _parse_order(body)
     weight = members.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
-        message = f"weight is {weight!r}; it must be a number from 0 to 1, the factor of the instance's share"
+        message = (
+            f"weight is {weight!r}; it must be a number from 0 to 1, the factor of the instance's part of the load"
+        )
         raise BadBody(message, "weight")
     instance = _find_instance(registry, key)
     instance.set_share(float(weight))

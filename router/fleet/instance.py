@@ -362,7 +362,10 @@ class Instance:
     def record_failure(self, now: float, reason: str) -> None:
         """Record a failed request: no response, an incomplete response, or status 5xx. Status 4xx is no failure."""
         if self.breaker.record_failure(now):
-            _log.warning("%s instance %s keeps failing requests: %s", self.role.value, self.key, reason)
+            _log.warning(
+                "%s instance %s keeps failing requests, so it gets only single trial requests until one succeeds: %s",
+                *(self.role.value, self.key, reason),
+            )
             self._events.bump_generation()
 
     def begin_half_open_trial(self, now: float) -> None:

@@ -90,7 +90,7 @@ def test_a_full_queue_loses_whole_batches_and_their_numbers(publish_at: Any, cap
         for number in range(10):
             publisher.publish([BlockRemoved([number])])  # the publisher does not send yet, and no call waits
         assert [record.message for record in caplog.records if "lost" in record.message] == [
-            "KV events are lost, because 4 batches wait to be sent already"
+            "KV events are lost, because 4 batches wait to be sent already; raise max_queue_size"
         ]
         publisher.start()
 
