@@ -171,7 +171,7 @@ def running_stand_in(system: System, thread: LoopThread, made: StandIn) -> Itera
 
 async def answer_without_connector(request: Received, respond: Responder) -> None:
     """Respond as a vLLM instance without a connector does: without parameters for a hand-over."""
-    usage = {"prompt_tokens": 400, "completion_tokens": 1, "total_tokens": 401}
+    usage = {"prompt_tokens": 4000, "completion_tokens": 1, "total_tokens": 4001}
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
     if request.target == "/metrics":
         await respond.answer(200, b"vllm:num_requests_running 0\n", ("content-type", "text/plain"))
