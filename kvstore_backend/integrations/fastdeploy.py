@@ -169,7 +169,7 @@ def _mark_changed_weights(engine: Engine) -> str:
 
     FastDeploy itself downloads the files of models that are not folders.
     """
-    version, age = "", time.time() - engine.began
+    version, age = "", time.monotonic() - engine.began
     draft = _find_drafting(engine.arguments.get("speculative_config"))
     models = [engine.arguments.get("model"), draft.get("model") if isinstance(draft, Mapping) else None]
     for folder in sorted({str(model) for model in models if model and Path(str(model)).is_dir()}):

@@ -52,7 +52,8 @@ class Engine:
         defaults: default of each argument by name; empty if FastDeploy cannot be imported.
         environ: environment of the engine's process at its start. FastDeploy sets further variables later, which depend
             only on the arguments.
-        began: time at which the engine's process began, before any of its processes loaded weights.
+        began: time at which the engine's process began, before any of its processes loaded weights, by
+            ``time.monotonic`` of this process.
     """
 
     arguments: Mapping[str, Any]
@@ -78,7 +79,7 @@ def find_engine(proc: Path = _PROC, pid: str = "self") -> Engine:
             start = next((i for i, word in enumerate(words) if _SERVER.fullmatch(word)), None)
             if start is not None:
                 arguments, defaults = parse_arguments(words[start + 1 :])
-                began = time.time() - find_age(proc / pid)
+                began = time.monotonic() - find_age(proc / pid)
                 return Engine(arguments, defaults, _read_environ(proc / pid / "environ"), began)
             status = (proc / pid / "status").read_text()
         except OSError as exc:
