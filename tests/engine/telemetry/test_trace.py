@@ -93,8 +93,8 @@ async def test_the_log_of_a_direct_transfer(
         assert pair.decode.engine.metric("kvstore_pool_unused_requests_total", reason="handed_over") == 2
     assert debug_log.has(
         "b",
-        r"the prefill instance begins a direct transfer of 200 tokens; 7 blocks are reserved, the 6 before "
-        r"them are cached here",
+        r"the prefill instance begins a direct transfer of 200 tokens; 7 blocks are reserved, the 6 blocks "
+        r"before them are in this instance's own cache",
     )
     assert debug_log.has("b", r"the decode instance at \S+ reserves 7 blocks, and has the 6 blocks before them already")
     assert debug_log.has(

@@ -98,7 +98,7 @@ def test_an_instance_with_a_role_that_this_router_lacks_is_not_added(
     deliver(second, {**record, "fields": {**record["fields"], "role": "prefill", "port": 1}}, "127.0.0.1:1")
     assert len(list_registered(second)) == 1
     assert not second.client.get("/registered").json()["prefill"]
-    assert "which another process reported, is not added" in caplog.text
+    assert "which another process reported, cannot be added to this router" in caplog.text
 
 
 def test_a_heartbeat_at_one_process_counts_at_both(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
