@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,7 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 os.environ.update(MC_MIN_RPC_PORT="17200", MC_MAX_RPC_PORT="19999")
 
 
+_STATUS = pytest.StashKey[int]()
 # Tests in these folders start several processes, kill some of them, and wait for the others to react.
 _CLUSTERS = ("examples", "end_to_end", "faults", "router/sharing", "router/console")
 
@@ -42,6 +44,25 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_finish() -> None:
     """Exclude the loaded modules from garbage collection, because they exist until the end."""
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Store the exit status for ``pytest_unconfigure``."""
+    session.config.stash[_STATUS] = exitstatus
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the process without the end of the interpreter.
+
+    A daemon thread that is in C++ code then, such as that of torch, would abort the process. Instances end in the same
+    way (``engine/api_server.py``).
+    """
+    if (status := config.stash.get(_STATUS, None)) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
