@@ -356,7 +356,8 @@ class TestStarting:
         )
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname()) as client,
+            # Linux may give a port of its own choice to several connections.
+            socket.create_connection(server.getsockname(), source_address=("127.0.0.1", free_port())) as client,
         ):
             accepted, _ = server.accept()
 
