@@ -118,16 +118,7 @@ class Instance:
             )
         )
         self._changed = asyncio.Event()
-        pool_store = around.pool.store if around.pool else None
-        pool_protocol = pool_store.protocol if isinstance(pool_store, MooncakeSettings) else ""
-        self.control = Control(
-            self.core,
-            runner,
-            self.generations,
-            self._changed.set,
-            has_dynamic_weights=args.dynamic_load_weight,
-            frees_kv=runner.device.type != "cpu" or "rdma" not in (pool_protocol, *self._transfer_protocols),
-        )
+        self.control = self._make_control(runner, around.pool)
         self.completions = Completions(
             self.generations,
             tokenizer,
@@ -147,6 +138,19 @@ class Instance:
             f"{args.splitwise_role} instance on port {args.port}: {args.served_model_name}, {runner.device}, "
             f"{runner.namespace.kv_dtype}, {num_blocks} KV blocks of {args.block_size} tokens, "
             f"pool: {args.kvcache_storage_backend or 'none'}"
+        )
+
+    def _make_control(self, runner: ModelRunner, pool: PoolConfig | None) -> Control:
+        """Return the object for operator commands. It must not free memory that a network device has registered."""
+        store = pool.store if pool else None
+        pool_protocol = store.protocol if isinstance(store, MooncakeSettings) else ""
+        return Control(
+            self.core,
+            runner,
+            self.generations,
+            self._changed.set,
+            has_dynamic_weights=self.args.dynamic_load_weight,
+            frees_kv=runner.device.type != "cpu" or "rdma" not in (pool_protocol, *self._transfer_protocols),
         )
 
     def _open_block_memory(self, runner: ModelRunner, rdma_devices: str) -> BlockMemory | None:

@@ -74,7 +74,8 @@ class StoredResponses:
     async def ask_others(self, response_id: str) -> None:
         """Ask the other processes which instance stores a response.
 
-        This process may not know it because it started later, or because the shared state could not be reached."""
+        This process may not know it because it started later, or because the shared state could not be reached.
+        """
         if len(response_id) > MAX_ID:
             return
         for instance, owner in await self._ask(response_id):

@@ -23,7 +23,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from engine.model.attention.places import AttentionForm, ChunkShape, Decodes, StatePlan, States, TablePlan, Tables
+from engine.model.attention.places import (
+    AttentionForm,
+    ChunkShape,
+    Decodes,
+    Prefill,
+    StatePlan,
+    States,
+    TablePlan,
+    Tables,
+)
 from engine.model.attention.retrieval import Retrieval, SparseState
 from engine.model.device_copies import send_numbers
 from engine.model.layer_groups import LayerGroups
@@ -211,13 +220,7 @@ def paged_attention(
     index = int(module.layer_idx)  # type: ignore[arg-type]
     number, layer = paged.places[index]
     tables = paged.tables[number]
-    window = 0 if sliding_window == paged.ignored_window else sliding_window or 0
-    if window != tables.span:
-        raise NotImplementedError(
-            f"layer {index} has a sliding window of {window} tokens, but config.json says {tables.span} (0: no window)"
-        )
-    if key.shape[1] != paged.kv_heads or not key.shape[3] == value.shape[3] == paged.head_dim:
-        raise NotImplementedError(f"number or size of the KV heads of layer {index} differ from the config.json")
+    _check_layer(paged, index, tables.span, key, value, sliding_window)
     paged.layers.add(index)
     for kind, new in enumerate((key, value)):
         paged.kv[:, layer, kind][tables.write_blocks, :, paged.write_offsets] = new[0].transpose(0, 1)
@@ -225,7 +228,8 @@ def paged_attention(
     heads, tokens, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
     attend: Callable[..., torch.Tensor] = scaled_dot_product_attention
-    if has_scores := softcap is not None or s_aux is not None:
+    attend_chunk: Callable[..., torch.Tensor] | None = None
+    if softcap is not None or s_aux is not None:
         paged.scores_changed = True
         sinks = None if s_aux is None else s_aux.view(kv_heads, -1, 1)
         attend = partial(_attend_with_scores, softcap=softcap, sinks=sinks)
@@ -238,30 +242,71 @@ def paged_attention(
         ), None
     output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
     for prefill in tables.prefills:
-        gathered = paged.gather_pages(prefill.pages, layer).view(2, kv_heads, 1, -1, head_dim)
-        keys, values = gathered[..., : prefill.context, :].unbind()
         queries = grouped[:, :, prefill.start : prefill.stop]
-        if has_scores:
-            attended = attend_chunk(queries, keys, values, attn_mask=prefill.attention_mask, scale=scaling)
-        else:
-            shape = (kv_heads, heads // kv_heads, prefill.context, head_dim)
-            attended = scaled_dot_product_attention(
-                queries,
-                keys.expand(shape),
-                values.expand(shape),
-                attn_mask=prefill.mask,
-                is_causal=prefill.mask is None,
-                scale=scaling,
-            )
+        attended = _attend_prefill(paged, prefill, layer, queries, scaling, attend_chunk)
         output[prefill.start : prefill.stop] = attended.permute(2, 0, 1, 3)
     for decodes in tables.decodes:
         output[decodes.rows] = _attend_decodes(paged, decodes, layer, grouped[:, :, decodes.rows], scaling, attend)
     if number == 0 and paged.retrieval is not None and paged.sparse.states:
-        if has_scores:
+        if attend_chunk is not None:
             raise NotImplementedError("sparse attention with soft-capping or sinks is not supported")
         sparse = grouped[:, :, paged.sparse.rows].permute(2, 0, 1, 3)
         output[paged.sparse.rows] = paged.retrieval.attend_sparsely(layer, paged.sparse.states, sparse, scaling)
     return output.view(1, tokens, heads, head_dim), None
+
+
+def _check_layer(
+    paged: PagedBatch, index: int, span: int, key: torch.Tensor, value: torch.Tensor, sliding_window: int | None
+) -> None:
+    """Raise ``NotImplementedError`` if the layer differs from the model's configuration.
+
+    Args:
+        paged: the tokens of the step.
+        index: the index of the layer.
+        span: the window of the layer's group; 0 for no window.
+        key, value, sliding_window: the arguments of ``paged_attention``.
+    """
+    window = 0 if sliding_window == paged.ignored_window else sliding_window or 0
+    if window != span:
+        raise NotImplementedError(
+            f"layer {index} has a sliding window of {window} tokens, but config.json says {span} (0: no window)"
+        )
+    if key.shape[1] != paged.kv_heads or not key.shape[3] == value.shape[3] == paged.head_dim:
+        raise NotImplementedError(f"number or size of the KV heads of layer {index} differ from the config.json")
+
+
+def _attend_prefill(
+    paged: PagedBatch,
+    prefill: Prefill,
+    layer: int,
+    queries: torch.Tensor,
+    scaling: float | None,
+    attend: Callable[..., torch.Tensor] | None,
+) -> torch.Tensor:
+    """Return the output for the tokens of one prefill chunk, in the shape of ``queries``.
+
+    Args:
+        paged: the tokens of the step.
+        prefill: the chunk.
+        layer: the place of the layer in a block.
+        queries: the chunk's queries, ``[kv_heads, heads per kv_head, tokens, head_dim]``.
+        scaling: factor of the scores, or None for 1 / sqrt(head_dim).
+        attend: computes attention with soft-capping or sinks; None if the layer has neither.
+    """
+    kv_heads, group, _, head_dim = queries.shape
+    gathered = paged.gather_pages(prefill.pages, layer).view(2, kv_heads, 1, -1, head_dim)
+    keys, values = gathered[..., : prefill.context, :].unbind()
+    if attend is not None:
+        return attend(queries, keys, values, attn_mask=prefill.attention_mask, scale=scaling)
+    shape = (kv_heads, group, prefill.context, head_dim)
+    return scaled_dot_product_attention(
+        queries,
+        keys.expand(shape),
+        values.expand(shape),
+        attn_mask=prefill.mask,
+        is_causal=prefill.mask is None,
+        scale=scaling,
+    )
 
 
 def _attend_decodes(
