@@ -87,8 +87,9 @@ class InstanceProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """End the body of a request."""
+        """End the body of a request. None of the bytes before its end belong to the head of the next request."""
         if not self.parser.should_upgrade():
+            self._head_bytes = 0
             super().on_message_complete()
 
     def _decline_upgrade(self, rest: bytes) -> bytes:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from uvicorn.server import ServerState
 
 from engine.apis.completions import Completions
 from engine.disaggregation import HandoverReceiver
@@ -294,3 +295,25 @@ async def test_bytes_after_a_response_do_not_keep_a_connection_open(
         writer.write(rest)
         await asyncio.wait_for(reader.read(), 20)
         writer.close()
+
+
+@in_event_loop
+async def test_a_body_does_not_count_as_the_head_of_the_request_after_it() -> None:
+    written: list[bytes] = []
+    transport: Any = SimpleNamespace(
+        get_extra_info=lambda *_: None,
+        is_closing=lambda: False,
+        write=written.append,
+        close=lambda: None,
+        pause_reading=lambda: None,
+    )
+
+    async def never_answers(scope: object, receive: object, send: object) -> None:
+        await asyncio.Event().wait()
+
+    protocol = InstanceProtocol(uvicorn.Config(never_answers, log_config=None), ServerState(), {})
+    protocol.connection_made(transport)
+    protocol.data_received(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (2 * HEAD_BYTES))
+    protocol.data_received(bytes(2 * HEAD_BYTES) + b"GET /hea")
+    protocol.connection_lost(None)
+    assert written == []
