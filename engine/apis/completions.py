@@ -202,13 +202,13 @@ class Completions:
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_model_len, "token_strs": texts}
 
     def detokenize_tokens(self, body: DetokenizeBody) -> dict[str, Any]:
-        """Return the response of POST /detokenize: the text of the tokens, without special tokens.
+        """Return the response of POST /detokenize: the text of the tokens, with special tokens, as in vLLM.
 
         Raises:
             ApiError: 400; a token id is not in the vocabulary.
         """
         self._check_tokens(body.tokens, "tokens")
-        text = self.tokenizer.decode(body.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(body.tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return {"prompt": text}
 
     async def _find_hints(self, body: ChatBody, tokens: list[int]) -> list[CacheHint]:

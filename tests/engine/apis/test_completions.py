@@ -227,6 +227,11 @@ async def test_detokenize_reverses_tokenize(completions: Completions, word_token
     assert completions.detokenize_tokens(DetokenizeBody(tokens=small)) == {"prompt": word_tokenizer.decode(small)}
 
 
+def test_detokenize_shows_special_tokens_as_vllm_does(completions: Completions, word_tokenizer: Any) -> None:
+    special = min(word_tokenizer.all_special_ids)
+    assert completions.detokenize_tokens(DetokenizeBody(tokens=[special])) == {"prompt": word_tokenizer.decode(special)}
+
+
 @in_event_loop
 async def test_tokenize_accepts_a_text_or_messages(completions: Completions) -> None:
     with pytest.raises(ApiError, match="messages; this body has neither"):
