@@ -226,6 +226,16 @@ def test_a_stream_begins_at_another_instance_if_one_has_died(make_gateway: MakeG
     assert is_idle(gateway.router)
 
 
+def test_a_response_counts_for_the_instance_that_envoy_has_used(
+    make_gateway: MakeGateway, stand_in: MakeStandIn
+) -> None:
+    used, unknown_to_envoy = stand_in(), stand_in()
+    gateway = make_gateway(used)
+    assert unknown_to_envoy.register(gateway.router.url).status_code == 200
+    assert {gateway.chat(user=str(turn)).headers["x-router-mixed"] for turn in range(4)} == {used.key}
+    assert len(used.received) == 4
+
+
 def test_a_refusal_of_an_instance_is_passed_on(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
     gateway = make_gateway(stand_in("mixed", answers(422, b'{"error": {"message": "no"}}')))
     answer = gateway.chat()
