@@ -21,7 +21,7 @@ def test_envoy_accepts_the_configuration() -> None:
 
 
 def test_the_pool_its_service_and_its_picker_have_matching_names_and_ports() -> None:
-    pool, service, deployment = yaml.safe_load_all(POOL.read_text())
+    pool, service, deployment, *_ = yaml.safe_load_all(POOL.read_text())
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     kubernetes_validate.validate(deployment, "1.34", strict=True)
@@ -46,3 +46,19 @@ def test_the_pool_its_service_and_its_picker_have_matching_names_and_ports() -> 
     assert pod["spec"]["terminationGracePeriodSeconds"] > grace
     for probe in ("readinessProbe", "livenessProbe"):
         assert container[probe]["grpc"]["port"] == settings.epp_port
+
+
+def test_network_policies_admit_gateways_and_the_picker() -> None:
+    pool, _, deployment, *policies = yaml.safe_load_all(POOL.read_text())
+    for policy in policies:
+        kubernetes_validate.validate(policy, "1.34", strict=True)
+    to_picker, to_instances = (policy["spec"] for policy in policies)
+    picker = deployment["spec"]["template"]
+    assert to_picker["podSelector"]["matchLabels"].items() <= picker["metadata"]["labels"].items()
+    open_ports = {port["port"] for rule in to_picker["ingress"] if "from" not in rule for port in rule["ports"]}
+    assert open_ports == {port["containerPort"] for port in picker["spec"]["containers"][0]["ports"]}
+    assert to_instances["podSelector"] == pool["spec"]["selector"]
+    (rule,) = to_instances["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [port["number"] for port in pool["spec"]["targetPorts"]]
+    assert {"podSelector": to_picker["podSelector"]} in rule["from"]
+    assert any(peer.get("namespaceSelector") == {} for peer in rule["from"])
