@@ -168,6 +168,13 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         self._host_pools[name] = host_pool
         if name != PoolName.KV.value:
             self._suffixes[name] = f".{name} {_describe_state(host_pool)}"
+        config = self._storage_config
+        if config.is_mla_model and config.tp_size > 1 and name != PoolName.MAMBA.value and not self._is_shared(name):
+            logger.warning(
+                "The %d ranks of this server have different pages of %s, and SGLang stores only those of the first one, "
+                "so nothing is loaded from the pool; start SGLang with --tp-size 1, or without a storage backend",
+                *(config.tp_size, name),
+            )
         buffers = getattr(host_pool, "get_hybrid_pool_buffer", lambda: [host_pool.kv_buffer])()
         for buffer in buffers:
             if buffer is not None and buffer.numel():
@@ -338,12 +345,21 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def _pool_of(self, name: str) -> BlockPool:
         """Return the pool for the pages of the kind ``name`` (KV or, for example, Mamba state); open it if necessary.
 
-        Ranks with the same KV (MLA) share one namespace, except for the state of Mamba, which differs on each rank.
+        Ranks with the same pages (MLA) share one namespace.
         """
-        is_shared = bool(self._storage_config.is_mla_model) and name != PoolName.MAMBA.value
+        is_shared = self._is_shared(name)
         if is_shared not in self._pools:
             self._open_pool(self._host_pools["kv"], is_shared=is_shared)
         return self._pools[is_shared]
+
+    def _is_shared(self, name: str) -> bool:
+        """Return whether all ranks have the same pages of the kind ``name``.
+
+        With MLA they have, except for the state of Mamba, and for KV with heads, as of a draft model without MLA.
+        """
+        if not self._storage_config.is_mla_model or name == PoolName.MAMBA.value:
+            return False
+        return name == PoolName.KV.value or not hasattr(self._host_pools.get(name), "head_num")
 
     def _open_pool(self, host: Any, *, is_shared: bool) -> None:
         # If the engine collects the metrics of its processes (PROMETHEUS_MULTIPROC_DIR), it also collects those of the

@@ -222,6 +222,15 @@ def test_ranks_of_an_mla_model_share_pages(attach: Attach) -> None:
     assert attach(HostMemory(), is_mla_model=True, tp_size=2, tp_rank=1).batch_exists(["a"]) == 1
 
 
+def test_a_rank_of_an_mla_model_does_not_read_another_ranks_heads_of_the_draft_model(attach: Attach) -> None:
+    ranks = [attach(HostMemory(), is_mla_model=True, tp_size=2, tp_rank=rank) for rank in range(2)]
+    for rank in ranks:
+        rank.register_mem_host_pool_v2(HostMemory(), "draft")
+    transfer = SimpleNamespace(name="draft", host_indices=indices(0), keys=["a"])
+    assert [rank.batch_set_v2([transfer]) for rank in ranks[:1]] == [{"draft": [True]}]
+    assert [rank.batch_get_v2([transfer]) for rank in ranks] == [{"draft": [True]}, {"draft": [False]}]
+
+
 def test_models_with_other_weights_share_no_pages(attach: Attach, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
