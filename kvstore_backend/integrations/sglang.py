@@ -171,7 +171,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         config = self._storage_config
         if config.is_mla_model and config.tp_size > 1 and name != PoolName.MAMBA.value and not self._is_shared(name):
             logger.warning(
-                "The %d ranks of this server have different pages of %s, and SGLang stores only those of the first one, "
+                "The %d ranks of this server have different pages of %s, and SGLang stores only the first one's, "
                 "so nothing is loaded from the pool; start SGLang with --tp-size 1, or without a storage backend",
                 *(config.tp_size, name),
             )
