@@ -330,7 +330,7 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
     if enabled is None:
         enabled = "retrieval" in map(str.strip, plugins)
     if not enabled:
-        _explain_idle_sizes(given, named)
+        _report_idle_settings(given, named)
         return None
     given.update({name: _parse_variable(name, text) for name, text in named.items() if name not in given})
     config = RetrievalConfig(values["block_size"], **given)
@@ -343,13 +343,8 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
     return config
 
 
-def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
-    """Handle settings of sparse attention while it is off: refuse the flags, and log a warning for the variables.
-
-    Args:
-        given: names of the settings that were given as flags.
-        named: names of the settings that were given as variables.
-    """
+def _report_idle_settings(given: Iterable[str], named: Iterable[str]) -> None:
+    """Sparse attention is off: refuse the settings ``given`` as flags, and warn of those in variables, ``named``."""
     for name in given:
         raise ConfigError(
             f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add that flag"
@@ -363,7 +358,6 @@ def _explain_idle_sizes(given: Iterable[str], named: Iterable[str]) -> None:
 
 
 def _parse_variable(name: str, text: str) -> float | int:
-    """Parse the value of an environment variable for the setting ``name`` of sparse attention."""
     try:
         return _parse_share(text) if name == "topk_percent" else _parse_tokens(text)
     except argparse.ArgumentTypeError as exc:

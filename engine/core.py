@@ -49,7 +49,8 @@ class Listener:
         on_computed: called with blocks of the prompt when their KV is final; the partly filled last block is included.
             Its arguments are the index of the first of these blocks, and the blocks. The listener gets one reference
             for each block, and releases it by ``EngineCore.release_blocks``. If the model has several groups of layers,
-            the engine passes only blocks in ``BlockGroups.list_held_blocks``, and the index is a position in that list.
+            the engine passes only the blocks that decode needs (``BlockGroups.list_held_blocks``), in the order of that
+            method's result, and the index is the position in this result.
     """
 
     on_output: Callable[[TokenOutput], None]
@@ -103,7 +104,7 @@ class EngineCore:
         self.is_paused = False
         """Whether the engine accepts no new sequence and no new hand-over. Any thread may read and set this."""
         self._broken_blocks: set[int] = set()
-        """Blocks with a NaN or an infinity. The engine has a reference on each until it has cleared them."""
+        """Blocks with a NaN or an infinity. The engine has a reference on each block until it has set it to zero."""
         self._turned_at = math.inf
         self._progress = PrefillProgress()
         self._connector = (
@@ -254,7 +255,7 @@ class EngineCore:
         self._commands.put(run)
 
     def release_blocks(self, blocks: SequenceOf[int]) -> None:
-        """Release the references on blocks that ``Listener.on_computed`` got. Any thread may call this."""
+        """Release one reference on each block that ``Listener.on_computed`` got. Any thread may call this."""
         self._commands.put(lambda: self.scheduler.blocks.release_blocks(blocks))
 
     def count_cached_blocks(self) -> int:
@@ -485,10 +486,10 @@ class EngineCore:
         return choices
 
     def _index_blocks(self, sequence: Sequence) -> None:
-        """Add new full blocks of a sequence with sparse attention to the index.
+        """Add new full blocks of a sequence with sparse attention to the index that decode steps search for blocks.
 
-        Decode steps search the index for the blocks that they read. If the sequence is offloaded (host memory has its
-        full blocks) and decodes, also release these blocks in KV memory.
+        If the sequence is offloaded (host memory has its full blocks) and in decode, also release its full blocks in
+        KV memory.
         """
         if self._runner.retrieval is None or sequence.regime is Regime.DENSE:
             return
@@ -501,7 +502,7 @@ class EngineCore:
             self.scheduler.offload_blocks(sequence, num_full)
 
     def _export_blocks(self, sequence: Sequence) -> None:
-        """Pass the blocks of the prompt whose KV is now complete to the listener, if it has ``on_computed``."""
+        """Call ``Listener.on_computed``, if there is one, with the blocks of the prompt whose KV is now complete."""
         listener = self._listeners[sequence]
         if listener.on_computed is None:
             return

@@ -171,7 +171,7 @@ _NAMES = (*_SHARED, *_FLAGS, *(f"--no-{name[2:]}" for name, flag in _FLAGS.items
 
 
 class _Foreign(argparse.Action):
-    """Action for a flag of FastDeploy: adds its name to the parsed ``without_effect``, or refuses its value."""
+    """Action for a flag of FastDeploy: adds its name to ``without_effect`` of the namespace, or refuses its value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: _Flag) -> None:
         super().__init__(
@@ -196,7 +196,7 @@ class _Foreign(argparse.Action):
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
-    """Add FastDeploy's other flags to ``parser``. Parsing adds the names of given flags to ``without_effect``."""
+    """Add FastDeploy's other flags. ``without_effect`` of the parsed namespace lists those that were given."""
     parser.set_defaults(without_effect=())
     for name, flag in {**_FLAGS, **_NEWER_FLAGS}.items():
         names = [name, f"--no-{name[2:]}"] if flag.is_boolean else [name]

@@ -304,7 +304,7 @@ class GenerationBody(Body):
     request_id: RequestId | None = None
     disaggregate_info: DisaggregateInfo | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    """Field of vLLM's dialect of pairs. The fields below are SGLang's."""
+    """vLLM's field by which decode finds the prompt's KV at prefill. SGLang has the four fields below for this."""
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
@@ -491,7 +491,7 @@ def quote_short(value: object) -> str:
 
 
 def name_field(*path: str) -> str:
-    """Return the path of a field in a client's body, for a message. The client may have chosen the names in it."""
+    """Return the path of a field for a message. Names are escaped and cut, because the client may have chosen them."""
     return ".".join(_shorten(name if name.isprintable() else json.dumps(name)) for name in path)
 
 
@@ -506,9 +506,9 @@ def check_text_content(
 
     Args:
         name: the path of the content in the request's body, for the error message.
-        content: the content.
+        content: the value of the message's member ``content``.
         param: the name of the field for the error, or None if the API reports none.
-        kinds: the types of parts that are texts.
+        kinds: the values of a part's ``type`` that mean a text.
 
     Raises:
         ApiError: 400; the content is something else.

@@ -39,8 +39,8 @@ class HandoverSender:
 
     Args:
         request_id: the id of the request.
-        prompt: the prompt.
-        memory: the blocks to write, or None if hand-overs go only through the pool.
+        prompt: describes the prompt to the decode instance.
+        memory: writes blocks to decode instances; None if hand-overs go only through the pool.
     """
 
     def __init__(self, request_id: str, prompt: Prompt, memory: BlockMemory | None) -> None:
@@ -314,8 +314,8 @@ async def hand_over(
     Args:
         host, port: the decode instance's connector port.
         request_id: the id of the request.
-        prompt: the prompt.
-        memory: the blocks to write, or None if hand-overs go only through the pool.
+        prompt: describes the prompt to the decode instance.
+        memory: writes blocks to decode instances; None if hand-overs go only through the pool.
         is_working: returns False if the computation of the prompt hangs. Then no more "alive" messages are sent.
     """
     sender = HandoverSender(request_id, prompt, memory)

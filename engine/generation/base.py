@@ -259,7 +259,7 @@ class Generation(ABC):
 
 
 def call_in_loop(callback: Callable[..., object]) -> Callable[..., None]:
-    """Return a function that calls ``callback`` in the running event loop. Any thread may call this function."""
+    """Return a function that any thread may call. It calls ``callback`` in the event loop that is running now."""
     loop = asyncio.get_running_loop()
 
     def schedule_call(*args: Any) -> None:

@@ -31,7 +31,7 @@ class Detokenizer:
         stop: strings that end the text. A stop string, and the text after it, are not returned.
         begun_token_ids: the beginning of the answer, which another instance has generated. The client has the text of
             these tokens, so it is not returned, and stop strings that end in it are ignored.
-        min_tokens: stop strings in the text of this number of tokens are ignored, as in vLLM.
+        min_tokens: number of tokens after ``begun_token_ids`` in whose text stop strings are ignored, as in vLLM.
     """
 
     def __init__(
@@ -159,12 +159,13 @@ class _StopSearch:
     def __init__(self, text: str) -> None:
         self.text = text
         self.begun = 0
-        """The length of the longest end so far that is a prefix of the stop string, and is shorter than it."""
-        # For each prefix of the stop string that was met: the length of its longest end that is a shorter prefix.
+        """Number of characters at the end of the text that are a beginning of the stop string, but not all of it."""
+        # For each beginning of the stop string that was met, by its length: the length of the longest shorter beginning
+        # with which it ends.
         self._shorter = [0]
 
     def follow(self, new: str) -> int:
-        """Return the number of characters of ``new`` up to the end of the first stop string; 0: none ends there."""
+        """Return where the stop string first ends in ``new``, as a number of characters; 0: it does not end there."""
         first_end = 0
         for count, character in enumerate(new, 1):
             length = self._extend(self.begun, character)
@@ -177,7 +178,7 @@ class _StopSearch:
         return first_end
 
     def _extend(self, length: int, character: str) -> int:
-        """Return the length of the longest prefix that is an end of the prefix with this length and ``character``."""
+        """Return ``begun`` for a text whose ``begun`` was ``length`` before ``character`` was added to it."""
         while length and self.text[length] != character:
             length = self._shorter[length - 1]
         return length + (self.text[length] == character)

@@ -40,7 +40,7 @@ class Generations:
     """Creates generations, and has a list of the running generations.
 
     Args:
-        parts: the parts of the instance.
+        parts: what all generations of the instance share, such as the engine core and the tokenizer.
     """
 
     def __init__(self, parts: SharedParts) -> None:

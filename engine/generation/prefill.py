@@ -23,8 +23,8 @@ class PrefillGeneration(Generation):
     """The computation of a prompt for a decode instance, with the first token of the answer.
 
     Args:
-        parts: the parts of the instance.
-        request: the checked request.
+        parts: what all generations of the instance share, such as the engine core and the tokenizer.
+        request: the client's request, already checked. ``max_tokens`` is ignored: one token is generated.
         info: has the address of the decode instance.
     """
 
@@ -73,7 +73,7 @@ class PrefillGeneration(Generation):
         return await sender.deliver_directly(first.token_id, first.logprobs, *self._cached_tokens())
 
     async def _hand_over_through_pool(self, sender: HandoverSender) -> None:
-        """Wait until the decode instance can load the prompt's KV from the pool, and report this to it."""
+        """Wait until the pool has the prompt's KV, as far as possible, and tell the decode instance."""
         await self._is_saved.wait()
         is_flushed = asyncio.Event()
         self._core.call_after_flush(call_in_loop(is_flushed.set))

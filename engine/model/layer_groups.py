@@ -72,7 +72,7 @@ class LayerGroups:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups as ``Group`` objects, which do not list their layers."""
+        """For each group, which part of a prefix its layers read."""
         return [member.group for member in self.members]
 
     @property

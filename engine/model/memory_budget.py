@@ -58,7 +58,7 @@ def choose_num_blocks(args: EngineArgs, runner: ModelRunner) -> int:
 
 
 def _list_needs(args: EngineArgs, runner: ModelRunner) -> dict[str, int]:
-    """Return the bytes to reserve for a step, sparse attention and staging buffers; what needs none is left out."""
+    """Return how many bytes to reserve for each purpose, by its name. A purpose that needs none is left out."""
     needs = {"a step": 0 if runner.device.type == "cpu" else _measure_step_bytes(args, runner)}
     if args.retrieval:
         needs["sparse attention"] = runner.count_retrieval_bytes(args.retrieval, args.max_num_seqs, args.max_model_len)
@@ -73,14 +73,10 @@ def _describe_needs(needs: Mapping[str, int]) -> str:
 
 
 def _check_room(reserved: str, wanted: int, room: int, args: EngineArgs, verb: str) -> None:
-    """Raise ``ConfigError`` if KV blocks need more than ``room`` bytes.
+    """Raise ``ConfigError`` if KV blocks need ``wanted`` bytes, but only ``room`` bytes are available for them.
 
-    Args:
-        reserved: the beginning of the message: what a step, sparse attention and staging buffers need.
-        wanted: number of bytes that KV blocks need.
-        room: number of bytes that are available for KV blocks.
-        args: the arguments of the instance.
-        verb: what to do with ``--num-gpu-blocks-override``, for the message.
+    ``reserved`` is the beginning of the message: what a step, sparse attention and staging buffers need. ``verb`` says
+    what to do with ``--num-gpu-blocks-override``: ``lower`` or ``set``.
     """
     if wanted > room:
         remedies = ["--max-num-seqs", "--max-model-len", *(["--retrieval-topk-percent"] if args.retrieval else [])]
@@ -144,7 +140,6 @@ def _count_staging_bytes(block_bytes: int) -> int:
 
 
 def _share_of(nbytes: int, args: EngineArgs, runner: ModelRunner) -> int:
-    """Return the share of ``nbytes`` of free memory that KV blocks get."""
     if runner.device.type == "cpu":
         return min(nbytes // _HOST_SHARE, _MAX_HOST_BYTES)
     return int(nbytes * args.gpu_memory_utilization)

@@ -350,7 +350,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, chunks: SequenceOf[Chunk]) -> list[Choice]:
-        """Compute the chunks of a step, and return the sampled token of each chunk that ``samples``, in order.
+        """Compute the chunks of a step, and return the next token of each chunk whose ``samples`` is true, in order.
 
         The host waits for the device once, at the end of the step.
         """

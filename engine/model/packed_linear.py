@@ -42,9 +42,9 @@ class PackedLinear(torch.nn.Module):
 
 
 def round_up_rows(rows: int) -> int:
-    """Return the number of rows with padding. It is ``rows`` up to 16, and for example 18 for 17, and 36 for 33.
+    """Return the number of rows after padding: ``rows`` itself up to 16; above that, for example 18 for 17, 36 for 33.
 
-    Above 16 there are 8 different numbers between a power of 2 and the next one.
+    Above 16 there are 8 different results between a power of 2 and the next one.
     """
     step = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // step) * step

@@ -155,10 +155,10 @@ def _exclude_ends(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_tok
 
 
 def _list_candidates(sequences: SequenceOf[Sequence], vocab_size: int) -> list[int]:
-    """Return for each try to draw tokens, in order, from how many of the most likely tokens it draws.
+    """Return from how many of the most likely tokens the first try draws and, if there may be a second try, the second.
 
     To sort the whole vocabulary takes many times as long as to find its best ``CANDIDATES`` tokens, and almost every
-    drawn token is one of these. A second try draws from the whole vocabulary, only if this might give another token.
+    drawn token is one of these. So only a second try, if it might give another token, uses the whole vocabulary.
     """
     most = max((sequence.request.params.top_k for sequence in sequences if _is_drawn(sequence)), default=0)
     return [vocab_size] if max(most, CANDIDATES) >= vocab_size or most > CANDIDATES else [CANDIDATES, vocab_size]

@@ -21,7 +21,7 @@ class PagedShortConv(torch.nn.Module):
     """A layer that computes the same as ``Lfm2ShortConv`` of transformers, over a ``PagedBatch``; for inference only.
 
     Args:
-        layer: the layer to replace. Its submodules are used here under the same names.
+        layer: the layer to replace. The new layer has the submodules of ``layer``, under their names.
     """
 
     def __init__(self, layer: Any) -> None:

@@ -45,7 +45,7 @@ def digest_weights(model: torch.nn.Module) -> str:
 def name_weights(version: str, model: torch.nn.Module) -> str:
     """Return version and digest of a model's weights, for the namespace of an instance that can update its weights.
 
-    The fingerprint in a namespace has only samples of each tensor. They can be equal before and after an update, and
-    the version can be missing. Without the digest, blocks of the old and the new weights could then have the same name.
+    The fingerprint in a namespace has only samples of each tensor. An update may change none of these samples, and the
+    version can be missing. Without the digest, blocks of the old and the new weights could then have the same key.
     """
     return f"{version}+{digest_weights(model)[:32]}"

@@ -2,13 +2,13 @@
 
 The threads of ``kvstore_backend.transfers`` move the bytes, not the engine's thread. A transfer has a reference on each
 of its blocks until no late call (one that missed its deadline and still runs) can touch the block. During this time no
-other sequence can use the block. If KV memory
-is too small for that, blocks are staged: they pass through buffers, and a transfer releases its blocks when it ends.
+other sequence can use the block. If KV memory is too small for that, blocks are staged: they pass through buffers, and
+a transfer releases its blocks when it ends.
 
-If the model has several groups of layers, a load reads the blocks that all groups need at the longest resume point. If
-one of these blocks does not arrive, the load counts as failed. For ``Transfers``, the number of block ``b`` of group
-``g`` is ``g * num_blocks + b``. The blocks of the first group are saved last: if the pool has them, it has the blocks
-of the other groups, too.
+If the model has several groups of layers, a load reads the blocks with which all groups can continue after as many
+tokens as possible (the resume point). If one of these blocks does not arrive, the load counts as failed. ``Transfers``
+counts block ``b`` of group ``g`` as number ``g * num_blocks + b``. The blocks of the first group are saved last: if the
+pool has them, it has the blocks of the other groups, too.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class PoolConnector:
         """Read blocks from the pool, unless computing them is faster.
 
         Args:
-            load: the load.
+            load: gets the explanation and the times of the read.
             present: number of leading blocks of the sequence that the pool has.
             num_blocks: number of blocks to read: ``present`` if the model has one group of layers, else the number of
                 blocks that all groups together need for ``present`` blocks of the sequence.
@@ -220,13 +220,13 @@ class PoolConnector:
         return num_arrived
 
     def _look_up_groups(self, load: _Load, hashes: SequenceOf[bytes]) -> list[bytes]:
-        """Look up after how many blocks at most the sequence can continue with blocks from the pool, in all groups.
+        """Find the resume point: the largest number of blocks after which the pool lets all groups continue.
 
-        Store this number, the resume point, in ``load``; if there is none, store the explanation in ``load.use``.
-        ``hashes`` are the block hashes of the sequence from the first block on.
+        Store it in ``load``; if there is none, store the explanation in ``load.use``. ``hashes`` are the block hashes
+        of the sequence from the first block on.
 
         Returns:
-            The names of the blocks that all groups need at the resume point.
+            The names of the blocks that all groups need to continue there.
         """
         start, groups, size = time.monotonic(), self._groups, self._groups.block_size
         statuses: list[Status] = []

@@ -1,6 +1,6 @@
 """Scheduling: chooses the chunks of each step, and allocates KV blocks. No file here uses tensors.
 
-block_groups.py      the groups of a model's layers: names and places of their blocks
+block_groups.py      groups of layers that read different parts of a prefix, and the blocks that each group needs
 block_manager.py     reference counts of KV blocks, and the prefix cache
 cache_events.py      reports changes of the prefix cache as KV events
 cache_hints.py       reads how long a request wants its prompt's blocks cached (cache_control)

@@ -1,9 +1,9 @@
-"""Computes names and places of the blocks of each group of layers. Groups read different parts of a prefix.
+"""Groups of layers that read different parts of a prefix: computes the names of blocks, and which blocks a group needs.
 
 Each group has its own blocks. A block of a group has the KV of the group's layers for ``block_size`` tokens. All groups
 take their blocks from one ``BlockManager``. A sequence has one ``BlockTable`` for each group. The *place* of a block is
-its index in the sequence, for example 2 for the third block. To resume is to continue a prompt
-after cached blocks; ``kvstore_backend/groups.py`` explains which of these blocks a group needs for that.
+its index in the sequence, for example 2 for the third block. To resume is to continue a prompt after cached blocks;
+``kvstore_backend/groups.py`` explains which of these blocks a group needs for that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BlockGroups:
         return hashlib.sha256(_TAG + block_hash + self._tags[number]).digest()
 
     def name_blocks(self, number: int, hashes: Sequence[bytes], places: range) -> Sequence[bytes]:
-        """Return the names of the blocks of group ``number`` at ``places``. ``hashes`` has the hash of each place."""
+        """Return the names of the blocks at ``places`` in group ``number``. ``hashes`` are those of the whole sequence."""
         chosen = hashes[places.start : places.stop]
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 
@@ -74,12 +74,12 @@ class BlockGroups:
         return [(number, place) for place in places for number, first in enumerate(firsts) if place >= first]
 
     def match_prefix(self, blocks: BlockManager, hashes: Sequence[bytes], first: int = 0) -> int:
-        """Return after how many leading blocks a sequence can resume with blocks of the prefix cache.
+        """Return the largest number of leading blocks after which a sequence can resume with the prefix cache's blocks.
 
         Args:
             blocks: the block manager with the prefix cache.
             hashes: the block hashes of the sequence.
-            first: number of leading blocks that the sequence has already; they are not looked up.
+            first: number of leading blocks that the sequence has already.
         """
         if self.is_full:
             return blocks.match_prefix(hashes)

@@ -48,10 +48,10 @@ class CacheEvents:
         """Record that full blocks of a sequence were published.
 
         Args:
-            sequence: the sequence.
-            places: the places of the blocks in the sequence.
-            name_blocks: returns the names of the blocks at a range of places.
-            group: index and group of the layers that the blocks belong to, or None if the model has one group.
+            sequence: the sequence with the tokens of the blocks.
+            places: the indices of the blocks in the sequence.
+            name_blocks: returns the names of the blocks with a range of indices.
+            group: the group of layers that the blocks belong to, and its index; None if the model has one group.
         """
         size, salt = sequence.block_size, sequence.request.cache_salt
         for run in join_runs(places):

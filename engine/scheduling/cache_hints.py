@@ -103,7 +103,7 @@ def find_marks(messages: Sequence[dict[str, Any]], breakpoint_seconds: float) ->
     """Yield the hints at messages of a conversation and at parts of their contents.
 
     Args:
-        messages: the conversation.
+        messages: the conversation, as in chat's field ``messages``.
         breakpoint_seconds: the time of a ``prompt_cache_breakpoint`` without ``ttl``.
 
     Raises:

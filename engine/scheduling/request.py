@@ -189,7 +189,7 @@ class Sequence:
     num_saved: int = 0
     """Number of leading blocks for which a save to the pool was started or dropped."""
     gathered: frozenset[int] = frozenset()
-    """Places of blocks that were built from blocks of another sharding in the pool; they are not saved again."""
+    """Indices of blocks that were built from blocks of another sharding in the pool; they are not saved again."""
     num_exported: int = 0
     """Number of leading blocks of the prompt that were passed to ``Listener.on_computed``."""
     regime: Regime = Regime.DENSE
@@ -279,7 +279,7 @@ class Sequence:
         return extend_block_hashes(self.block_hashes, self.token_ids, self.block_size, self._root)
 
     def list_ungathered(self, first: int, last: int) -> list[range]:
-        """Return the ranges of places from ``first`` to ``last - 1`` whose blocks must be saved (not ``gathered``)."""
+        """Return the indices from ``first`` to ``last - 1`` that are not in ``gathered``, as ranges."""
         if not self.gathered:
             return [range(first, last)]
         return list(join_runs([i for i in range(first, last) if i not in self.gathered]))

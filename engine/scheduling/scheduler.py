@@ -89,7 +89,8 @@ class Scheduler:
         max_num_seqs: maximum number of sequences that run concurrently.
         max_num_batched_tokens: token budget of a step.
         max_model_len: maximum number of tokens of a sequence. Reservations leave enough blocks for one such sequence.
-        prefix_caching: whether blocks are published, and sequences take published blocks at admission.
+        prefix_caching: whether full blocks are published (put into the prefix cache), and sequences take published
+            blocks at admission.
         pool: whether admitted sequences load missing full blocks from a pool before they run. Then up to
             ``max_num_seqs`` sequences can have blocks in addition to those that run.
         groups: the groups of layers. Default: one group with full attention.
@@ -137,7 +138,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_arrival_of)
 
     def admit_waiting(self) -> list[Sequence]:
-        """Admit waiting sequences, oldest first, as long as there are blocks and places for them.
+        """Admit waiting sequences, oldest first, while there are blocks, up to a limit of sequences with blocks.
 
         Returns:
             The admitted sequences for which the caller must start a load.
@@ -232,8 +233,8 @@ class Scheduler:
         Args:
             sequence: the sequence, in the state ``LOADING``.
             num_blocks: number of blocks that the load filled; they follow the blocks that had KV before the load.
-            usable: whether the sequence may write to its other blocks. If not, because a late call may still write to
-                them, the sequence releases all of its blocks and waits for other blocks.
+            usable: whether the sequence may write to its other blocks. If not, because a call that missed its deadline
+                may still write to them, the sequence releases all of its blocks and waits for new ones.
         """
         self.loading.remove(sequence)
         if sequence.aborted:

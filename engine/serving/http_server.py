@@ -82,7 +82,7 @@ class InstanceProtocol(HttpToolsProtocol):
             self._limit_silence()
 
     def on_headers_complete(self) -> None:
-        """Begin a request, unless its head offers another protocol: then the parser gets the head again."""
+        """Begin a request. If its head offers another protocol, ``data_received`` parses it again without the offer."""
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 

@@ -80,8 +80,8 @@ class Instance:
         """Create all parts of the instance, and load the model.
 
         Args:
-            args: the arguments.
-            around: the router, the pool and the checkpoint.
+            args: the command line and the environment.
+            around: the router, the pool and the checkpoint that ``args`` name.
             connector: the bound socket of the connector port, to which prefill instances connect for hand-overs of
                 prompts. The instance owns the socket from now on.
             dialect: the dialect of requests to a pair, or None for FastDeploy's.
@@ -141,7 +141,7 @@ class Instance:
         )
 
     def _make_control(self, runner: ModelRunner, pool: PoolConfig | None) -> Control:
-        """Return the object for operator commands. It must not free memory that a network device has registered."""
+        """Return the object for operator commands. It frees KV memory only if no network device has registered it."""
         store = pool.store if pool else None
         pool_protocol = store.protocol if isinstance(store, MooncakeSettings) else ""
         return Control(
@@ -241,7 +241,7 @@ class Instance:
         return ""
 
     def registration_payload(self, host_ip: str) -> dict[str, Any]:
-        """Return the body of the registration, in FastDeploy's format. ``host_ip`` is this machine's address."""
+        """Return the body of the registration, in FastDeploy's format, without ``host_ip``, this machine's address."""
         args = self.args
         kv_events = self.kv_events.describe(host_ip, args.block_size) if self.kv_events else None
         rdma_ports = args.rdma_comm_ports.split(",") if args.rdma_comm_ports else None

@@ -57,8 +57,8 @@ async def send_heartbeats(
 
     Args:
         router: the URL of the router.
-        describe: returns the fields of the registration without ``host_ip``; its argument is ``host_ip``, the address
-            of this machine on the network to the router.
+        describe: gets ``host_ip``, the address of this machine on the network to the router; returns the other fields
+            of the registration.
         changed: set by the caller when the fields have changed; the next heartbeat is then sent immediately.
         token: the token that the router requires for registrations; "": the router requires no token.
         on_registered: called each time when the router has accepted a registration.

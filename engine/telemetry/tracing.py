@@ -46,7 +46,7 @@ def list_phases(sequence: Sequence, now: float, trouble: str = "") -> Iterator[P
     """Yield the phases of a sequence, except its saves. A preempted sequence has the times of its first admission.
 
     Args:
-        sequence: the sequence.
+        sequence: the sequence with the recorded times.
         now: the current time of ``time.monotonic``: the end of the last phase if the sequence has not ended.
         trouble: why the request failed; the last phase gets this reason. "" if it did not fail.
     """
@@ -203,7 +203,7 @@ class Tracer(SpanSender):
         """Add the span of a phase.
 
         Args:
-            phase: the phase.
+            phase: name, start, end and attributes of the span.
             epoch: the time when ``time.monotonic`` was 0, in seconds since 1970.
             context: the context of the span.
             parent: the context of the parent span, or None if there is none.

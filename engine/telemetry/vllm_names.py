@@ -33,7 +33,7 @@ class VllmNames(Collector):
         self._cache_config = {name: str(value) for name, value in cache_config.items()} | {"engine": "0"}
 
     def describe(self) -> list[Metric]:
-        """Return no metrics. Without this method a registry would call ``collect`` at the registration."""
+        """Return no metrics. Without this method, a registry with ``auto_describe`` would collect all values here."""
         return []
 
     def collect(self) -> Iterator[Metric]:

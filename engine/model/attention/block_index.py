@@ -79,8 +79,8 @@ class Search:
 
     Args:
         rows: the row of each sequence in the index.
-        outside: for each sequence the range of blocks to search, outside of the blocks that are always read: the first
-            block, and the block after the last one.
+        outside: for each sequence the blocks to search, which are those that are not always read: the index of the
+            first one, and the index after the last one.
         num_blocks: number of blocks to find for each sequence.
         device: the device of the index.
     """
@@ -93,7 +93,7 @@ class Search:
         self.all_rows = slice(min(rows), max(rows) + 1)
         """The smallest slice of the index that has the rows of all sequences."""
         [self.places] = send_numbers([[row - min(rows) for row in rows]], device)
-        """The positions of the rows in ``all_rows``."""
+        """The position of each sequence's row in ``all_rows``."""
         self.all_blocks = slice(min(first for first, _ in outside), max(stop for _, stop in outside))
         firsts, stops = torch.tensor(outside).t()[:, :, None, None, None]
         numbers = torch.arange(self.all_blocks.start, self.all_blocks.stop)

@@ -287,7 +287,7 @@ def _attend_prefill(
 
     Args:
         paged: the tokens of the step.
-        prefill: the chunk.
+        prefill: the chunk and the places of its tokens in KV memory.
         layer: the place of the layer in a block.
         queries: the chunk's queries, ``[kv_heads, heads per kv_head, tokens, head_dim]``.
         scaling: factor of the scores, or None for 1 / sqrt(head_dim).

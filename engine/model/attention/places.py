@@ -197,7 +197,7 @@ class TablePlan:
         kv: the KV memory, ``[block, layer, 2, kv_head, token, head_dim]``.
         form: the settings of attention for the device.
         number: the index of the group.
-        group: the group.
+        group: the layers' window, or full attention.
         chunks: the chunks of the step.
 
     Attributes:

@@ -24,8 +24,8 @@ class StepPlan:
     """The tables of the blocks that sparse attention reads in one step, for layers that read the same number of blocks.
 
     Args:
-        partitions: for each sequence the parts of its blocks.
-        rows: for each sequence its row in the index and in tables of all sequences.
+        partitions: for each sequence the numbers of its initial, recalled and window blocks.
+        rows: for each sequence its row in the search index and in the other tables that have a row per sequence.
         newest: for each sequence the block of KV memory with its newest token, and the number of tokens in this block.
         block_size: number of tokens in a block.
         device: the device of the tables.
@@ -66,7 +66,8 @@ class StepPlan:
         """Return the complete table: indices of blocks, ``[sequences, kv_head, columns]``.
 
         Args:
-            chosen: for each row, the indices of the blocks that were chosen by a search, ``[row, kv_head, n]``.
+            chosen: the indices of the blocks that searches have chosen, ``[row, kv_head, n]``; the rows are all rows of
+                the search index, not only ``rows``.
         """
         chosen = chosen[self._rows]
         return self._numbers.where(~self._is_recalled, chosen.gather(2, self._ranks.expand(-1, chosen.shape[1], -1)))
@@ -79,7 +80,8 @@ class StepPlan:
 
         Args:
             numbers: the result of ``number_blocks``.
-            places: for each row, the block in memory for each full block of its sequence, ``[row, index]``.
+            places: for each row of the search index, the block in memory for each full block of its sequence,
+                ``[row, index]``.
         """
         found = places[self._rows][:, None].expand(-1, numbers.shape[1], -1).gather(2, numbers)
         return found.where(self._is_full, self._newest)

@@ -98,7 +98,7 @@ class SparseState:
         """Update the working set of a layer and compute attention to it.
 
         Args:
-            layer: the layer.
+            layer: the index of the layer.
             numbers: the indices of the full blocks to read, ``[kv_head, n]``; the newest block is read, too.
             queries: the queries of one token, ``[kv_head, group, head_dim]``.
             scale: factor of the scores, or None for 1 / sqrt(head_dim).
@@ -226,8 +226,8 @@ class Retrieval:
         """Compute sparse attention of one layer in a step.
 
         Args:
-            layer: the layer.
-            states: the states of the sequences.
+            layer: the index of the layer.
+            states: the states of the sequences in this step.
             queries: the queries of the newest token of each sequence, ``[sequences, kv_heads, group, head_dim]``.
             scale: factor of the scores, or None for 1 / sqrt(head_dim).
 
