@@ -48,7 +48,7 @@ class BlockGroups:
         return hashlib.sha256(_TAG + block_hash + self._tags[number]).digest()
 
     def name_blocks(self, number: int, hashes: Sequence[bytes], places: range) -> Sequence[bytes]:
-        """Return the names of the blocks at ``places`` in group ``number``. ``hashes`` are those of the whole sequence."""
+        """Return the names of group ``number``'s blocks at ``places``. ``hashes`` are those of the whole sequence."""
         chosen = hashes[places.start : places.stop]
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 
