@@ -298,7 +298,6 @@ class RouterApp:
         return "the router is stopping" if self.proxy.is_leaving else self.selector.find_obstacle()
 
     def _gather_services(self) -> Services:
-        """Return those parts of the router that ``Proxy`` needs for serving requests."""
         return Services(
             settings=self.settings,
             auth=self.auth,
@@ -317,7 +316,7 @@ class RouterApp:
         )
 
     def _share_stored_responses(self) -> StoredResponses:
-        """Return the index of stored responses. This process and the other processes add entries to it."""
+        """Return the index of the responses that instances store (``/v1/responses``). All processes add to it."""
         topic = "kept_responses"
         stored = StoredResponses(
             lambda *response: self.link.publish_event(topic, response),
@@ -475,7 +474,7 @@ def _add_fleet(app: FastAPI, router: RouterApp) -> None:
 
 
 def _add_index(app: FastAPI, router: RouterApp) -> None:
-    """Define the paths at which other schedulers ask for cached blocks, in addition to ``/register``."""
+    """Define the paths at which other schedulers ask which blocks are cached. ``_add_fleet`` defines ``/register``."""
     answers = {
         "/unregister": BlockIndex.unregister,
         "/query": BlockIndex.query,
@@ -724,7 +723,7 @@ async def _pass_on_abort(router: RouterApp, headers: Headers, body: bytes) -> Re
 
 
 async def _abort_here_and_elsewhere(router: RouterApp, scope: AbortScope) -> tuple[set[str], list[str]]:
-    """Run ``Proxy.abort_requests`` in all processes, and return the combined results."""
+    """Run ``Proxy.abort_requests`` in all processes of all routers, and return the combined results."""
     found, engine_ids = router.proxy.abort_requests(scope)
     for found_elsewhere, known_elsewhere in await router.link.ask_peers("abort", scope.dump(), everywhere=True):
         found.update(found_elsewhere)

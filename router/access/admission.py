@@ -245,7 +245,6 @@ class Admission:
             place.turn.set_result(self._count_refusal("queue_full", message, self._guess_wait()))
 
     def _time_out(self, place: Place[_Turn]) -> None:
-        """Refuse a request that has waited too long."""
         if not place.turn.done():
             self._line.leave_line(place)
             message = f"this request waited in the queue for {self._patience:g} s; {self.running} requests are running"
@@ -276,7 +275,7 @@ class AdmissionClient:
         Args:
             wait_for_entry: called with client, priority and tokens of a request. Returns None when the request is
                 admitted. If it is refused, returns status, message, code, and the seconds until a retry.
-            report_end: called with the client and the tokens of a request that has ended.
+            report_end: called with the arguments of ``leave``.
         """
         self.running = 0
         """Number of requests in this process that were admitted and have not ended."""

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 ROLES = ("mixed", "prefill", "decode")
-"""The roles of instances, by which ``/registered`` lists them."""
+"""The roles under which ``/registered`` lists instances."""
 TIMEOUT_SECONDS = 5.0
 DEFAULT_INTERVAL = 2.0
 # Timeout for the next event of a stream. It is long, because the prompt is computed before the first event.
@@ -182,11 +182,11 @@ class RouterClient:
         return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
 
     async def _fetch_object(self, path: str, *names: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object of the response to a GET, or to a POST if there is a ``body``, as ``_read_object``."""
+        """Send a GET, or a POST if there is a ``body``. Return what ``_read_object`` returns for the response."""
         return self._read_object(path, await self._fetch("GET" if body is None else "POST", path, body), *names)
 
     def _read_object(self, path: str, response: httpx.Response, *names: str) -> dict[str, Any]:
-        """Return the JSON object of a response. Raise ``RouterError`` if it is none, or lacks one of ``names``."""
+        """Return the JSON object in a response; raise ``RouterError`` if there is none, or if a member is missing."""
         try:
             found = response.json()
         except ValueError:
@@ -307,7 +307,7 @@ def find_own_address(router: str) -> str:
 def _read_error(response: httpx.Response) -> dict[str, Any]:
     """Return the error object of a response in OpenAI's format; empty if there is none.
 
-    In the Go router's dialect, ``error`` is a text, and the other members of the body belong to the error.
+    In the Go router's format, ``error`` is a text. Then return the members of the body, such as ``message``.
     """
     try:
         body = response.json()

@@ -168,7 +168,7 @@ class _Ring:
             yield _Line(self._last, self._process, text)
 
     def _begin(self, entry: dict[str, Any]) -> Iterator[_Line]:
-        """Yield the lines for the first entry of a file: the recording begins, or an instance has changed."""
+        """Yield the lines for the first entry of a file: the recording begins, and how each instance has changed."""
         self._process = str(entry["process"])
         if not self._last:
             text = f"the recording begins: version {entry['version']}, port {entry['port']}"

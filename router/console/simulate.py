@@ -7,11 +7,11 @@ A simulated instance prefills one request after another at a fixed rate, and cac
 pool stores the blocks of all instances. Fetching a token from the pool takes a quarter of the time for computing it. A
 request's time to first token is its waiting time plus the time of its prefill. Decode is not simulated.
 
-With ``--routers N``, there are N router processes, and one of them, drawn at random, chooses the instance of a request.
+With ``--routers N``, there are N router processes. For each request, a process drawn at random chooses the instance.
 Each process has its own policy, which learns from its own requests. Loads and prompts of other processes arrive through
 the router's own ``LoadSync`` and ``PrefixSync``: sent at the router's intervals, with a delay of ``--propagation-ms``.
 In Mooncake's traces, all requests within 3 s have the same timestamp, and a process cannot know what other processes
-choose at the same time. So compare numbers of processes with ``--spread``, which spreads these requests over the 3 s.
+choose at the same time. So use ``--spread``, which spreads these requests over the 3 s, to compare values of N.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Division(NamedTuple):
 
     routers: int = 1
     propagation: float = 0.0
-    """Seconds that a message takes from one process to another."""
+    """Seconds that a message about loads takes from one process to another."""
     prefix_propagation: float = 0.0
     """Seconds that a message about prompts takes from one process to another."""
     seed: int = 0
@@ -213,7 +213,7 @@ class _SlowLink(Link):
         self._seconds = {"load": division.propagation, "chains": division.prefix_propagation}
 
     def send_message(self, *message: Any) -> None:
-        """Deliver an event to all other processes. The topic decides the delay."""
+        """Deliver a message to all other processes. Its topic, loads or prompts, decides the delay."""
         topic = message[2]
         loop = asyncio.get_running_loop()
         for other in self.others:
@@ -371,7 +371,7 @@ def replay(
         arrivals: the requests.
         cluster: the instances and the pool.
         make_policy: creates the policy of a router process.
-        division: the router processes.
+        division: the number of router processes, the delays of messages between them, and the random seed.
         on_progress: called regularly with the number of requests that were replayed so far.
     """
     random.seed(division.seed)

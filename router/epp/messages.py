@@ -156,9 +156,9 @@ def end_with_trailers(*, is_request: bool) -> Any:
 
 
 def pass_on(message: Any) -> Iterable[Any]:
-    """Return the answers to ``message``, a part of a response that the gateway forwards unchanged.
+    """Return the answers to ``message`` with which the gateway forwards its own response unchanged.
 
-    The result is empty if ``message`` is a part of a request.
+    There are none if ``message`` is a part of the request, because the gateway has already responded to it.
     """
     kind = message.WhichOneof("request")
     if kind == "response_headers":

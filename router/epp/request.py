@@ -59,7 +59,7 @@ _WRONG_MODES = (
 
 
 class GatewayExchange(Exchange):
-    """An exchange with an instance that the gateway carries out."""
+    """A request to an instance, and its response. The gateway sends the request and reports the response."""
 
     __slots__ = ("_request_of_gateway", "body", "head")
 
@@ -97,7 +97,7 @@ class GatewayRequest(ClientRequest):
         Args:
             stream: the gateway's stream, which replaces a client's connection.
             message: the first message of the stream, with the request's head.
-            router: the router.
+            router: the router of this process, whose parts serve the request.
             write: sends a message to the gateway.
             on_complete: called when the whole request has arrived.
         """

@@ -1,8 +1,8 @@
 """AwakeClock: a clock that stops while this process does not run.
 
 A process does not run while it gets no CPU or is stopped, or while its machine sleeps. When it continues, timeouts have
-expired, although messages that arrived in time are not read yet. So the time that other
-processes have to respond is measured with this clock.
+expired, although messages that arrived in time are not read yet. So the time that other processes have to respond is
+measured with this clock.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class BlockIndex:
 
 
 def _serves(models: frozenset[str] | None, model: str | None) -> bool:
-    """Return whether an instance with ``Instance.models`` serves ``model``, a result of ``ServedModels.find``."""
+    """Return whether an instance that lists ``models`` serves ``model``, which is a result of ``ServedModels.find``."""
     if not model:
         return model == ""
     return models is not None and (not models or model in models)

@@ -55,5 +55,5 @@ class Breaker:
         return True
 
     def begin_half_open_trial(self, now: float) -> None:
-        """Record that one request is tried now. Another one is tried only after its result or OPEN_SECONDS."""
+        """Record that one request is tried now. Another one is tried after its result, or OPEN_SECONDS later."""
         self.state, self.retry_at = "half_open", now + OPEN_SECONDS

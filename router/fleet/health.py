@@ -42,7 +42,7 @@ class HealthMonitor:
         self._tasks = tasks
         self._suspects: set[str] = set()
         self._unprobed: set[str] = set()  # instances for which it was logged that their probes cannot be sent
-        self._overlong: set[Address] = set()  # instances for which it was logged that their list is too long
+        self._overlong: set[Address] = set()  # instances for which it was logged that their list of models is too long
         self.awake = AwakeClock()
         """Clock of this process; ``keep_ticking`` must run while instances are probed."""
         self._excused = 0.0

@@ -308,7 +308,7 @@ class Instance:
         """Apply operator commands that another process received, or that a snapshot contains.
 
         Args:
-            orders: the commands.
+            orders: all commands that are in effect from now on.
             is_remote: whether another process has reported the change. That process logs it.
         """
         self.set_draining(orders.draining, until_restart=orders.until_restart, is_remote=is_remote)

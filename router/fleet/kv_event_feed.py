@@ -114,6 +114,10 @@ class KvEventFeed:
     ) -> None:
         """
         Args:
+            zmq: the module of pyzmq.
+            context: ZeroMQ's context, in which the feed opens its sockets.
+            followed: the instance or publisher.
+            policy: stores the cached blocks that the events report.
             on_readable: called when batches have arrived. It must arrange a later call of ``read_batches``.
         """
         self._zmq, self._context, self._followed, self._policy = zmq, context, followed, policy
@@ -184,14 +188,14 @@ class KvEventFeed:
         self._socket.close(linger=0)
 
     def settle(self) -> list[tuple[PlacedPrompt, BlockHash]]:
-        """Find the cached blocks of the prompts of ended requests. Return each found prompt, and its last block."""
+        """Find the cached blocks of the prompts of ended requests. Return the found prompts with their last blocks."""
         return self._policy.settle_cache(self._key)
 
     async def follow(self) -> None:
         """Request the missing batches from the instance when necessary, until this task is cancelled.
 
-        A replay after a pause shows whether the last batches were lost. Without it, a loss is noticed only when a later
-        batch arrives.
+        If no batch has arrived for some time, a replay shows whether the last batches were lost. Without a replay, a
+        loss is noticed only when a later batch arrives.
         """
         can_replay, is_verified = bool(self.source.get("replay_endpoint")), False
         while True:

@@ -61,12 +61,7 @@ class Registry:
             raise RoleRefused(f"role is '{role.value}', but this router runs {mode} and takes {takes} instances")
 
     def register(self, registration: Registration, now: float) -> Instance:
-        """Add an instance that has responded to its probe, or renew the registration of a known instance.
-
-        Args:
-            registration: the registration.
-            now: the present time.
-        """
+        """Add an instance that has responded to its probe, or renew the registration of a known instance."""
         instance = self._instances.get(registration.key)
         if instance is None:
             _log.info("%s instance %s registered", registration.role.value, registration.key)

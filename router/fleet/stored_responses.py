@@ -34,9 +34,10 @@ class StoredResponses:
     ) -> None:
         """
         Args:
-            publish: sends id, instance and owner of each response that ``record_response`` finds to the other
+            publish: called by ``record_response`` with id, instance and owner of a response, to send these to the other
                 processes.
-            ask: returns what ``dump_response`` of each other process that knows the response returns.
+            ask: sends the id of a response to the other processes, and returns the results of their ``dump_response``,
+                without None.
         """
         self._publish = publish
         self._ask = ask
@@ -92,8 +93,8 @@ class StoredResponses:
     def is_open_to(self, response_id: str, client: str) -> bool:
         """Return whether the client with the tag ``client`` may access a response.
 
-        If no API keys are used (``""``), a client may access each response; otherwise only a response that this router
-        knows as the client's own.
+        If clients have no API keys (the tag is ``""``), a client may access each response. Otherwise it may access only
+        a response that this router knows as the client's own.
         """
         return not client or self._instances.get(response_id, ("", ""))[1] == client
 

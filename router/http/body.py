@@ -351,9 +351,9 @@ def splice_parts(body: InferenceBody, added: Mapping[str, bytes], dropped: Colle
 
 
 def _blank(data: bytes, large: LargeBody, start: int, end: int) -> Iterator[bytes]:
-    """Yield the blanks, in pieces, that replace a range of a large body. Its line ends stay.
+    """Yield the bytes that replace a large body from ``start`` to ``end``, in pieces: blanks, and the line ends.
 
-    Existing blanks are used for the long parts that ``large`` has removed for parsing, which is faster than a copy.
+    For the long parts that ``large`` has removed for parsing, the pieces are views, which is faster than copies.
     """
     for first, last, is_blank in large.list_cuts(start, end):
         yield data[start:first].translate(_BLANK)
@@ -526,7 +526,7 @@ def _find_end(data: bytes, start: int, end: int) -> int:
     """Return the end of the usage object that begins at ``start``; 0 if ``_USAGE_BYTES`` do not contain its end.
 
     Args:
-        end: the end of the first object that is nested in it.
+        end: the end of the first object that is nested in the usage.
     """
     limit = start + _USAGE_BYTES
     while end and data.count(b"{", start, end) > data.count(b"}", start, end):

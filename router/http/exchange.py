@@ -34,7 +34,7 @@ _USUAL_OPTIONS = frozenset(b"close keep-alive".split())
 class Receiver(Protocol):
     """Receives the response of an exchange, or its failure.
 
-    It may call the exchange's ``pause`` and ``resume`` at any time.
+    The receiver may call the exchange's ``pause`` and ``resume`` at any time.
     """
 
     def on_data(self, data: bytes, is_end: bool) -> None:
@@ -113,7 +113,7 @@ class Exchange:
     """One request to one instance and its response.
 
     ``send`` sends the request. After that, ``receiver`` gets the response. The code that made the exchange closes it.
-    Other code may set ``receiver``; all other public attributes are read-only for it.
+    Other code may set ``receiver``, and only reads the other public attributes.
     """
 
     __slots__ = (

@@ -73,7 +73,7 @@ class LargeBody:
         self.prompt_tokens = 0
         """Estimated number of prompt tokens, set by the caller of ``check_values``; 0 if there is no estimate."""
         self.hidden: bytes | None = None
-        """The shortened body with its escapes hidden; None if it is so short that hiding them takes little time."""
+        """The shortened body after ``hide_escapes``; None if it is so short that hiding escapes takes little time."""
         self._data = data
         # Start and end of each part to remove.
         self._cuts: list[tuple[int, int]] = []

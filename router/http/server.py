@@ -55,7 +55,7 @@ class DataPlane(Protocol):
     is_leaving: bool
     """Whether clients should close their connections, because this process will stop."""
     known_targets: Mapping[bytes, str]
-    """Maps request targets that were checked before to their paths."""
+    """Maps request targets that need no further check to their paths."""
 
     def takes(self, path: str) -> bool:
         """Return whether a request for this path belongs to the data plane."""

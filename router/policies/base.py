@@ -129,7 +129,7 @@ class InstanceLoad:
     """Number of waiting requests that the instance reports; None if unknown."""
 
     def add_request(self, tokens: int, work: float) -> None:
-        """Add a request with ``tokens`` prompt tokens, of which ``work`` must be computed."""
+        """Add a request with ``tokens`` prompt tokens, whose prefill costs ``work`` (``Decision.work``)."""
         self.requests += 1
         self.tokens += tokens
         self.queued += work

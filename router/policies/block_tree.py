@@ -383,7 +383,7 @@ class BlockTree:
             self._unlink(run)
 
     def _split(self, run: Run, keep: int, gone: set[BlockHash]) -> None:
-        """Make new runs of the blocks of ``run`` from ``keep`` on that are not in ``gone``."""
+        """Make new runs of those blocks in ``run.hashes[keep:]`` that are not in ``gone``."""
         at = keep
         for is_gone, group in groupby(run.hashes[keep:], gone.__contains__):
             blocks = list(group)

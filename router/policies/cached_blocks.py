@@ -241,7 +241,10 @@ class CachedBlocks(BlockTree):
                 last.tips[tip.chunk] = tip
 
     def _place_chunks(self, chunks: Sequence[int], run: Run, first_end: float, per_chunk: float) -> None:
-        """Associate chunks with the run in which they end; ``first_end`` is the end of the first one, in tokens."""
+        """Associate chunks with the run in which they end.
+
+        The first chunk ends after ``first_end`` tokens of the prompt. A chunk has ``per_chunk`` tokens.
+        """
         if not self._run_of_chunk.keys().isdisjoint(chunks):
             for chunk in chunks:
                 if other := self._run_of_chunk.get(chunk):
@@ -252,8 +255,8 @@ class CachedBlocks(BlockTree):
     def _find_leaf(self, prompt: PlacedPrompt) -> BlockHash | None:
         """Return the last whole block of a prompt; None if no chain of blocks fits, or several fit.
 
-        An engine stores this block when it has computed the prompt. Usually it is the last block of an event then. But
-        SGLang may send the blocks of the prompt and of the response in one event.
+        When an engine has computed the prompt, it sends an event that usually ends with this block. But SGLang may send
+        the blocks of the prompt and of the response in one event.
         """
         size = self._size or 1
         end, total = prompt.prompt_tokens // size * size, prompt.total_tokens
@@ -282,7 +285,7 @@ class CachedBlocks(BlockTree):
 
         Args:
             end: number of tokens up to the end of the block.
-            event_end: number of tokens up to the end of an event's last block. Other events are not searched.
+            event_end: only events whose last block ends after this number of tokens are searched.
             known: the last chunk of the prompt that is already associated with a block; None if there is none.
             since: the instance stored the block at this time or later, by the policy's clock.
         """

@@ -42,11 +42,11 @@ class PoolAware(PrefixPolicy):
     own cache nor in the pool. Pool tokens are only in the pool.
 
     **Alpha** is the cost of computing one token, in units of queued tokens. Computing a token delays its own request,
-    and all requests that arrive before the queue is empty. Alpha is 1 if no request waits and a queued token takes as
-    much time as a computed one. It grows with the number of waiting requests. It also grows if a queued token takes
-    less time than a computed one, because the instance prefills several requests in parallel. Without waiting requests,
-    the request's own time decides. At overload, alpha is high, and the least total work decides, which shortens the
-    queues.
+    and all requests that arrive before the queue is empty. Alpha is 1 if no request waits, and each queued token delays
+    the request by the time to compute one token. It grows with the number of waiting requests. It also grows if the
+    instance prefills several requests in parallel: each queued token then delays the request by less. Without waiting
+    requests, the request's own time decides. At overload, alpha is high, and the least total work decides, which
+    shortens the queues.
 
     **Fetch cost** is the cost of a token from the pool, where computing the token costs 1. If the pool often lacks
     chunks that it should have (because it evicts them, or there is no pool), the fetch cost rises up to 1. Then only

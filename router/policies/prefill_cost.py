@@ -20,10 +20,10 @@ _ASSUMED = np.array([1.0, 1.0, 0.25, 0.0])
 class PrefillCost:
     """Models the time to first token as queued tokens x a + computed tokens x b + fetched tokens x c + d.
 
-    The method is a weighted least-squares fit of the relative error over the last measured requests. If the measured
-    time of a request differs from the expected time by more than the expected time (a stalled connection, a pause of
-    the engine), the request gets a smaller weight. So a few outliers have no effect. A cost that the requests do not
-    determine keeps its assumed value: a queued token takes as long as a computed token, and a fetched token a quarter.
+    The method is a weighted least-squares fit of the relative error over the last measured requests. A request that
+    took more than twice the expected time (a stalled connection, a pause of the engine) gets a smaller weight. So a few
+    outliers have little effect. A cost that the requests do not determine keeps its assumed value: a queued token takes
+    as long as a computed token, and a fetched token a quarter.
     """
 
     def __init__(self) -> None:

@@ -408,7 +408,7 @@ class PrefixIndex:
             parent = node
 
     def _add_chunks(self, path: list[_Node], chunks: array[int], bit: int, now: float) -> None:
-        """Add new chunks after the nodes of ``path``: to the last one if only this instance has it, else as a node."""
+        """Add new chunks after the nodes of ``path``: to the last if only this instance has it, else as a new node."""
         parent = path[-1] if path else None
         if parent is not None and not parent.num_children and parent.holders == bit:
             parent.chunks = parent.chunks + chunks
@@ -539,7 +539,7 @@ class PrefixIndex:
 
 
 def _count_common(chunks: Sequence[int], prompt: Sequence[int], at: int) -> int:
-    """Return how many leading chunks of ``chunks`` a prompt has from its index ``at`` on, where the first is equal."""
+    """Return how many leading ``chunks`` equal those of ``prompt`` from index ``at`` on. The first must be equal."""
     most = min(len(chunks), len(prompt) - at)
     if chunks[most - 1] == prompt[at + most - 1]:  # then all chunks before it are equal, too
         return most

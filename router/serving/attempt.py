@@ -223,7 +223,8 @@ class Attempt:
 
     ``send`` sends the legs. Until the response has begun, the attempt is the receiver of the leg that it waits for.
     Then the owner gets the first bytes from the attempt, and all further bytes from the exchange of the answering leg.
-    The code that creates an attempt calls ``finish`` after a complete response, otherwise ``give_up`` or ``break_off``.
+    The code that creates an attempt calls ``finish`` after a complete response, ``break_off`` if the answering leg has
+    failed in the middle of the response, and otherwise ``give_up``.
     """
 
     __slots__ = (
@@ -325,7 +326,7 @@ class Attempt:
             self._report_failure(exc)
 
     def on_failed(self, error: Exception) -> None:
-        """Handle the failure of the request that the attempt waits for."""
+        """Handle the failure of the leg that the attempt waits for."""
         if isinstance(error, UpstreamError) and not isinstance(error, NoRoom):
             error = self._make_failure(self._awaited, error)
         self._report_failure(error)
@@ -399,7 +400,7 @@ class Attempt:
         return bool(running)
 
     async def await_prefill_end(self) -> None:
-        """After the answering leg was lost, wait briefly, so that ``deaths`` can count prefill's leg, too."""
+        """After the loss of the answering leg, wait briefly, so that ``deaths`` counts prefill, too, if it is lost."""
         prefill = self.prefill
         if prefill is not None and not prefill.is_finished and prefill.runs_at_engine:
             self._prefill_end = asyncio.get_running_loop().create_future()

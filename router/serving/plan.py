@@ -318,10 +318,10 @@ class LegMaker:
         return head._replace(start=head.start + lines)
 
     def _cut_members(self, plan: LegPlan) -> dict[str, bytes]:
-        """Return the members for both legs, without those that prefill does not get.
+        """Return the members that the router adds to the body of prefill's leg, in addition to those in ``plan``.
 
-        These are the members that ``plan`` sets or drops for prefill, and options of a stream. ``kv_transfer_params``
-        are returned anyway, because ``_encode_body`` merges them.
+        Members that ``plan`` sets or drops are left out, and options of a stream. ``kv_transfer_params`` are returned
+        anyway, because ``_encode_body`` merges them.
         """
         undone = {*plan.members, *plan.dropped, "return_token_ids", "stream_options"} - {_PARAMS}
         return {name: member for name, member in self._members.items() if name not in undone}

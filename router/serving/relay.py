@@ -56,8 +56,8 @@ _NO_USAGE = Usage()
 class ClientResponse:
     """The response to one client.
 
-    Other code may set ``merger``, ``tag``, ``token_count`` and the attributes about usage; all other public attributes
-    are read-only for it. ``router_headers``, an argument of each method that may send a head, are the header lines that
+    Other code may set ``merger``, ``tag``, ``token_count`` and the attributes about usage, and only reads the other
+    public attributes. ``router_headers``, an argument of each method that may send a head, are the header lines that
     name the instances.
     """
 
@@ -102,7 +102,7 @@ class ClientResponse:
         self.token_count: TokenCount | None = None
         """Counts the tokens of a stream if the client has a token limit; else None."""
         self.hides_usage = self.has_null_usages = False
-        """Whether the router has requested the usage, and whether the other events therefore have a null usage."""
+        """Whether only the router has requested the usage; whether therefore the other events have a null usage."""
         self._request = request
         self._incomplete = bytearray()  # the beginning of an event that has not arrived completely
         self._comment_timer: asyncio.TimerHandle | None = None

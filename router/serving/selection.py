@@ -232,7 +232,7 @@ class Selector:
         Args:
             selection: the instances that served the request.
             features: the features of the request.
-            usage: token counts that the instance for the prompt has reported.
+            usage: token counts that the instance that computed the prompt has reported.
             queued_before: ``InstanceLoad.queued`` of this instance when the request was sent.
             ttft: seconds to the first token; None if unknown.
             seconds: seconds since the request was sent to the instance.

@@ -258,7 +258,6 @@ def _predict_cached_tokens(decision: Decision, features: RequestFeatures, usage:
 
 
 def _log_choice(request_id: str, number: int, selection: Selection, prompt_tokens: int) -> None:
-    """Log which instances were selected for an attempt, and why."""
     instances = [selection.answering] if selection.prefill is None else [selection.prefill, selection.answering]
     choices = "; ".join(
         f"{instance.role.value} {instance.key} because of {_format_reasons(decision)}"

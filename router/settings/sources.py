@@ -247,10 +247,10 @@ def _read_document(path: Path, flag: str) -> Any:
 
 
 def _check_single(path: Path, name: str, value: Any) -> str:
-    """Return ``name``, which is not a setting.
+    """Return ``name``, the unknown name of a setting, if ``value`` is not a map.
 
     Raises:
-        SettingsError: the value is a map. It may contain a setting that protects the router, such as API keys.
+        SettingsError: ``value`` is a map. It may contain a setting that protects the router, such as API keys.
     """
     if isinstance(value, dict):
         raise SettingsError(

@@ -22,7 +22,7 @@ MAX_AT_ONCE = 16
 
 
 class MessageChannel(asyncio.Protocol):
-    """One end of a channel for messages. A message is a list of plain values, encoded as https://msgpack.org."""
+    """One end of a channel for messages. A message is a list of plain values, encoded as msgpack."""
 
     def __init__(self, on_message: Callable[[list[Any]], None], on_lost: Callable[[], None]) -> None:
         """

@@ -51,10 +51,7 @@ class Moment:
     trouble: str = ""
     """Why the router's metrics are missing, in one sentence; ``""`` if they are known."""
     listing_trouble: str = ""
-    """Why the router does not list its instances, in one sentence; ``""`` if it lists them.
-
-    The reason is that the router requires its admin token.
-    """
+    """Why the router does not list its instances (it requires its admin token); ``""`` if it lists them."""
     instances: Mapping[str, InstanceReport] = field(default_factory=dict)
     masters: tuple[MasterReport, ...] = ()
 
@@ -159,7 +156,7 @@ class History:
 
 
 def _thin_moments(moments: Sequence[Moment], span: Span) -> list[Moment]:
-    """Return the first and the last poll in each piece of a span, and those before and after a change of sources.
+    """Return the first and last poll in each piece of a span, and the polls before and after a change of sources.
 
     The sources are the router, instances and masters that responded (``_list_sources``).
 
@@ -186,7 +183,7 @@ def _count_steps(
 ) -> Iterator[tuple[float, dict[K, float]]]:
     """Yield, for each poll, its time and the increase of each counter, summed over all sources.
 
-    A source is the router, an instance or a master. Its increase is measured since its last response to a poll.
+    A source is the router, an instance or a master. Its counters are compared with those in its previous response.
     """
     known: dict[str, Mapping[K, float]] = {}
     for moment in moments:

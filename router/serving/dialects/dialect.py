@@ -115,8 +115,8 @@ def members_to_strip(parsed: ParsedRequest, *more: str) -> list[str]:
 def request_id_header(parsed: ParsedRequest, request_id: str) -> bytes:
     """Return the header line with a request's id, for engines with OpenAI's API.
 
-    It is empty for an id that the body contains and that is not ASCII: such an engine reads headers as Latin-1. It
-    prefers the header's id to the body's.
+    Return ``b""`` if the id is not ASCII and the body has it, too. These engines prefer the header's id, but read
+    headers as Latin-1, which would damage this id.
     """
     if not request_id.isascii() and parsed.body is not None and parsed.body.request_id:
         return b""

@@ -39,7 +39,7 @@ class Resumption:
     async def prepare_after_preemption(
         self, merger: StreamMerger | ResponseMerger, decode: Instance, upstream: ConnectionPool
     ) -> ApiError | None:
-        """Prepare the next segment after decode preempted a request. Return an error if there can be none."""
+        """Prepare the next segment after decode preempted a request. Return an error if none can follow, else None."""
         self._preemptions += 1
         self._broken_by = None
         if isinstance(merger, ResponseMerger):

@@ -43,7 +43,7 @@ class Trend:
     """The value for the whole time range, as text."""
     values: Sequence[float | None]
     highest: float = 0.0
-    """The value at the top of the line; 0: the highest of the values."""
+    """The value that the top edge of the chart stands for; 0: the highest of ``values``."""
 
 
 class Chart:

@@ -138,7 +138,7 @@ class _Conversation:
                 turn.take_event(event)
 
     def _end_turn(self, turn: _Turn) -> None:
-        """Store the answer, even if it is incomplete. If there is none, put the question back into the empty field."""
+        """Store the answer, even if it is incomplete. If there is none, put the question into the input field again."""
         if turn.answer:
             self._messages.append({"role": "assistant", "content": turn.answer})
         else:

@@ -144,7 +144,7 @@ def draw_facts(facts: Mapping[str, str]) -> str:
 
 
 def draw_blocks(tokens: Mapping[str, float], at_most: int = 96) -> tuple[str, int]:
-    """Return the HTML of a prompt as a row of squares, coloured by origin, and the number of tokens in a square.
+    """Return the HTML of a prompt as ``at_most`` or fewer squares, coloured by origin, and the tokens per square.
 
     The squares are in the order in which an instance looks for tokens: its own cache, the pool, all others.
     """
