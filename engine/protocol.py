@@ -9,6 +9,7 @@ it either).
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -383,6 +384,14 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
     """Whether to add the tokenizer's special tokens to a prompt that is a text."""
 
+    @field_validator("prompt", "prompt_token_ids", mode="before")
+    @classmethod
+    def _limit_prompts(cls, given: Any) -> Any:
+        """Refuse too many prompts before each of them is checked."""
+        if isinstance(given, list) and len(given) > MAX_ANSWERS and isinstance(given[0], str | list):
+            raise PydanticCustomError("too_long", f"Input should be at most {MAX_ANSWERS} prompts")
+        return given
+
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
@@ -423,13 +432,21 @@ def parse_body(kind: type[_BodyT], raw: bytes) -> _BodyT:
     Raises:
         ApiError: 400; the body is not a JSON object, or a field is wrong. The message names the field and its value.
     """
+    gc.disable()  # it would visit the values that were parsed before again and again: 8 s of 10 for 60 MB of lists
+    try:
+        return check_body(kind, _load_object(raw))
+    finally:
+        gc.enable()
+
+
+def _load_object(raw: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
         raise ApiError(400, f"the body is not valid JSON: {_find_json_fault(raw, exc)}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, but it is {quote_short(value)}")
-    return check_body(kind, value)
+    return value
 
 
 def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -209,9 +210,9 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
         ("text", {"prompt": [[1], [2, 1500]]}, "prompt.1", "prompt.1: token id 1500 is not in [0, 1500)"),
         (
             "text",
-            {"prompt": ["a"] * 1025},
+            {"prompt": ["a"] * 1024 + [0]},
             "prompt",
-            "1025 prompts with n 1; at most 1024 answers per request are allowed",
+            "Input should be at most 1024 prompts",
         ),
         (
             "text",
@@ -571,6 +572,23 @@ def test_more_messages_than_the_context_has_tokens_are_not_rendered(
     with pytest.raises(ApiError, match=f"the prompt has at least {MAX_MODEL_LEN} tokens") as caught:
         start(completions, "chat", {"messages": MESSAGES * MAX_MODEL_LEN})
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_no_garbage_is_collected_while_a_body_is_parsed() -> None:
+    """The collector would visit the values of a large body again and again."""
+    phases: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        phases.append(phase)
+
+    raw = b'{"messages": [%s]}' % b",".join([b"{}"] * 50_000)
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        parse_body(ChatBody, raw)
+    finally:
+        gc.callbacks.remove(note)
+    assert phases == []
 
 
 def test_unknown_fields_are_accepted() -> None:
