@@ -140,6 +140,7 @@ class GatewayRequest(ClientRequest):
     def refuse(self, refused: Refused) -> None:
         """Send an error before the request has arrived completely, and discard the part that has arrived."""
         self.body, self.arriving = b"", None
+        self._router.proxy.release_bytes(self)
         error, echo = refused.error, echo_request_id(self.headers)
         self._router.proxy.on_refused(self.method, self.path, error, echo[0][1].decode() if echo else "")
         self.send_response(error.status, [*_JSON, *refused.headers, *echo], error.body(self.path))
@@ -168,6 +169,7 @@ class GatewayRequest(ClientRequest):
 
     def on_client_gone(self) -> None:
         """Handle the end of the gateway's stream: end the request if its response is not complete."""
+        self._router.proxy.release_bytes(self)
         super().on_client_gone()
         # This breaks reference cycles, which only the garbage collector could free.
         self.gateway = self._exchange = self.on_served = None
@@ -267,13 +269,10 @@ class GatewayRequest(ClientRequest):
         elif is_end and not self.body:
             self.body = data
             self._complete_request()
+        elif refused := self._router.proxy.hold_bytes(self, len(data)):  # otherwise a client could fill the memory
+            self.refuse(refused)
         else:
             if self.arriving is None:
-                if refused := self._router.proxy.find_refusal(
-                    self.headers
-                ):  # otherwise any client could fill the memory
-                    self.refuse(refused)
-                    return
                 self.arriving = bytearray()
                 self.body = cast(bytes, self.arriving)  # not copied to bytes, because a copy would block the router
             self.arriving += data
@@ -289,6 +288,7 @@ class GatewayRequest(ClientRequest):
 
     def _complete_request(self) -> None:
         self.more_body, self.arriving = False, None
+        self._router.proxy.release_bytes(self)
         self._on_complete(self)
 
     def _take_response_head(self, message: Any) -> None:

@@ -355,6 +355,34 @@ def test_a_refusal_without_a_key_names_the_form_of_the_key(make_client: MakeClie
     assert {each.header.key: each.header.raw_value for each in set_headers}["www-authenticate"] == b"Bearer"
 
 
+def test_the_unfinished_bodies_of_one_client_are_limited(
+    make_client: MakeClient, stand_in: MakeStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from router.epp.protos import HeaderValue
+
+    monkeypatch.setattr("router.serving.proxy.MAX_HELD_BYTES", 1000)
+    keys = tmp_path / "keys"
+    keys.write_text("alice: secret-of-this-test\n")
+    keys.chmod(0o600)
+    client, head = make_client(stand_in(), api_keys_file=str(keys), max_concurrent_requests=4), make_head()
+    key = HeaderValue(key="authorization", raw_value=b"Bearer secret-of-this-test")
+    head.request_headers.headers.headers.append(key)
+    held, begun = client.router.app.proxy._held, [head, make_body(b" " * 800, is_end=False)]
+    first, leaving = client.open(), client.open()
+    send(client, first, *begun)
+    wait_until(lambda: held["alice"] == 800, "the bytes to arrive")
+    (answer,) = client.exchange(begun, 1)
+    assert answer.immediate_response.status.code == 429
+    send(client, first, make_body())
+    assert read_choice(read(client, first))
+    assert not +held
+    send(client, leaving, *begun)
+    wait_until(lambda: held["alice"] == 800, "the bytes to arrive")
+    leaving.cancel()
+    wait_until(lambda: not +held, "the end of the stream")
+    first.cancel()
+
+
 def list_records(client: Client) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = client.router.client.get("/admin/requests").json()["requests"]
     return records
