@@ -8,9 +8,8 @@
 AgentX v1.0 has 393 recorded sessions of a coding agent: the median session has 43 turns, the median request 142,016
 input tokens and 444 output tokens; more than 96 % of the input tokens are a prefix of an earlier request of the
 session; 44 % of the sessions have sub-agents; and the main agent's median pause for its tools is 4.9 s. This program
-draws sessions with these figures; medians are exact if they are scaled or drawn in equal shares. Figures that are not
-published are our choice: spreads, lengths of tool results, sizes at which an agent summarises its context. There are no
-pauses of persons. The same seed gives the same file.
+draws sessions with these figures. Figures that are not published are our choice: spreads, lengths of tool results,
+sizes at which an agent summarises its context. No turn waits for a human user. The same seed gives the same file.
 
 Each line is a request with its whole prompt: ``timestamp`` (ms), ``input_length``, ``output_length``, and
 ``hash_ids``, one for each block of ``--block-tokens`` tokens (512 in Mooncake's traces, and in ``kvrouter
@@ -37,7 +36,7 @@ SESSIONS = 393
 MEDIAN_TURNS, MEDIAN_INPUT, MEDIAN_OUTPUT = 43, 142_016, 444
 SUB_AGENT_SESSIONS = 0.44
 MEDIAN_TOOL_SECONDS = 4.9
-SPAN_SECONDS = 4 * 3600.0  # in which the sessions begin
+SPAN_SECONDS = 4 * 3600.0  # all sessions begin within this time
 
 # Not published: spreads are standard deviations of logarithms.
 TURNS_SPREAD, OUTPUT_SPREAD, TOOL_SPREAD = 1.0, 1.1, 1.2
@@ -53,7 +52,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Turn:
-    """One request before its lengths are scaled. It begins with ``reused`` tokens of the request before it."""
+    """One request, before its lengths are scaled. ``reused`` of its prompt's tokens are of the agent's last prompt."""
 
     request_id: str
     start: float
@@ -65,7 +64,7 @@ class Turn:
 
     @property
     def end(self) -> float:
-        """When its response ends, on an assumed machine."""
+        """When its response would end at 1 s for the prompt and ``TOKENS_PER_SECOND``."""
         return self.start + 1 + self.output / TOKENS_PER_SECOND
 
 
@@ -79,7 +78,7 @@ class Agent:
     turns: list[Turn] = field(default_factory=list)
 
     def add_turn(self, dice: random.Random, start: float, wait_for: list[str], tool_seconds: float) -> Turn:
-        """Continue the context: the response before, and the result of a tool."""
+        """Add a turn. Its prompt is the previous prompt and response, and a tool's result; or a summary of all this."""
         if self.turns:
             reused = self.turns[-1].tokens
             tokens = reused + self.turns[-1].output + draw(dice, TOOL_RESULT, RESULT_SPREAD)
@@ -99,7 +98,7 @@ def draw(dice: random.Random, median: float, spread: float) -> float:
 
 
 def draw_turns(dice: random.Random, sessions: int) -> list[int]:
-    """Return the number of turns of each session: one from each of as many equal shares of the distribution."""
+    """Return each session's number of turns: evenly spaced quantiles of the distribution, in random order."""
     normal = statistics.NormalDist()
     shares = [(number + 0.5) / sessions for number in range(sessions)]
     turns = [max(1, round(MEDIAN_TURNS * math.exp(TURNS_SPREAD * normal.inv_cdf(share)))) for share in shares]

@@ -53,7 +53,7 @@ Figures = tuple[int, float, float]
 
 
 def run_aiperf(url: str, model: Path, trace: Path, count: int, folder: Path) -> Figures:
-    """Measure with aiperf, by chat. Without the hub, aiperf 0.13.0 takes a tokenizer of the hub's cache only."""
+    """Measure with aiperf, by chat. Offline, aiperf 0.13.0 finds tokenizers only in the cache of Hugging Face."""
     cached = folder / "hub" / "models--kvstore--tiny"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0")
@@ -130,14 +130,14 @@ def find_versions() -> str:
 
 
 def count_tokens(url: str) -> Counter[str]:
-    """Return the router's numbers of tokens by kind."""
+    """Return how many tokens of each kind (prompt, cached, ...) the router has counted."""
     families = text_string_to_metric_families(plain_http.get(f"{url}/metrics").text)
     samples = (sample for family in families for sample in family.samples if sample.name == "router_tokens_total")
     return Counter({sample.labels["kind"]: int(sample.value) for sample in samples})
 
 
 def measure(client: str, way: str, part: str, rows: Sequence[Row], folder: Path) -> list[float]:
-    """Start all, run a client, and return its cells: one for each of COLUMNS.
+    """Start pool, router and instances, run a client, and return a figure for each of COLUMNS.
 
     Raises:
         SystemExit: the client, or one of its requests, has failed.

@@ -104,7 +104,7 @@ class Bench:
         return rows
 
     def measure_gathered(self) -> list[dict[str, object]]:
-        """Measure reads of each other sharding by TP 1 with blocks of 64 tokens, and of TP 1 by a rank of TP 2."""
+        """Measure how TP 1 with blocks of 64 tokens reads other shardings, and a rank of TP 2 reads TP 1's blocks."""
         rows = []
         for tp_size, block_size in CUTS:
             sharding = self._cut(tp_size, block_size)
@@ -143,7 +143,7 @@ class Bench:
         return row
 
     def _measure_scattered(self, sharding: Namespace) -> dict[str, object]:
-        """Measure reads of ``sharding`` by TP 1 directly to the places of the pieces.
+        """Measure how a reader with TP 1 reads each piece of ``sharding`` directly to its place.
 
         There is no headroom, because the bytes of another head lie in front of each piece.
         """
@@ -159,7 +159,7 @@ class Bench:
     def _scatter(
         self, family: ShardingFamily, sharding: Namespace, hashes: Sequence[bytes], memory: np.ndarray
     ) -> tuple[list[str], list[Value]]:
-        """Return the key of each rank's piece, and the spans in the reader's blocks that hold the rank's heads."""
+        """Return the key of each rank's piece, and the memory in the reader's blocks to which that piece belongs."""
         keys: list[str] = []
         values: list[Value] = []
         per_head = TOKENS * 128

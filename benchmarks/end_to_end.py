@@ -3,10 +3,10 @@
     python benchmarks/end_to_end.py [--quick] [--json FILE]
 
 Each instance, the router and mooncake_master are separate processes on loopback, as in examples/cache_storage. The
-program first measures conversations of several turns, 1 to 16 at once, with each way of sharing KV; then the bars of
-this project. All processes share this machine's cores. While a prefill and a decode instance both work, each gets only
-a part of the cores, but a mixed instance gets all. Prefill/decode thus cannot be faster here; its figures show the cost
-of the hand-over.
+program first measures conversations of several turns, 1 to 16 at once, with each way of sharing KV; then ratios that
+must meet a bar. All processes share this machine's cores. While a prefill and a decode instance both work, each gets
+only a part of the cores, but a mixed instance gets all. Prefill/decode thus cannot be faster here; its figures show the
+cost of the hand-over.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Way:
     """One way of sharing KV.
 
     Attributes:
-        fronts: ports to which the turns of a conversation are sent, in turn.
+        fronts: ports of the servers to which the client sends successive turns of a conversation, one after another.
         ports: ports of all instances.
     """
 

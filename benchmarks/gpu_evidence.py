@@ -276,7 +276,7 @@ def list_choices(runner: ModelRunner, tokens: Sequence[int]) -> list[tuple[int, 
 def compare_choices(
     found: Sequence[tuple[int, dict[int, float]]], reference: Sequence[tuple[int, dict[int, float]]]
 ) -> tuple[list[float], int]:
-    """Return the errors of the log probabilities of tokens that both have, and the number of equal chosen tokens."""
+    """Return the errors of the log probabilities that both arguments have, and the number of equal chosen tokens."""
     pairs = list(zip(found, reference, strict=True))
     errors = [abs(got[token] - value) for (_, got), (_, top) in pairs for token, value in top.items() if token in got]
     return [error for error in errors if math.isfinite(error)], sum(one[0] == other[0] for one, other in pairs)
@@ -358,7 +358,7 @@ def is_moved_whole(device: torch.device, order: str, shape: dict[str, int], num_
 
 
 def check_codec(device: torch.device, name: str) -> Figure:
-    """Compare blocks that the device encodes and decodes with a CPU's; one byte of 1,000 may be rounded differently."""
+    """Check that the device encodes and decodes blocks as a CPU does; it may round one byte of 1,000 differently."""
     kv = torch.randn(6, 4, 2, 2, BLOCK, 64).to(torch.bfloat16)
     namespace = quantised_namespace(Namespace("m", "bfloat16", BLOCK, 4, 2, 64, "layout"), name)
     encoded = []
@@ -595,7 +595,7 @@ class Chat:
 
 
 def move_for(seconds: float, instance: Instance, count: int) -> tuple[int, int]:
-    """Save blocks outside the engine's own and load them into others, for ``seconds``.
+    """For ``seconds``, save spare blocks of KV memory, which the engine does not use, and load them into other ones.
 
     Returns:
         The moved bytes, and the number of blocks that differ or were not moved.

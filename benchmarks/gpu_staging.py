@@ -63,7 +63,7 @@ DEADLINE_SECONDS = 120.0
 COLD_TOKENS = 32
 """Length of the first answer to a prompt. The engine saves blocks in later steps if too many saves are pending."""
 MIN_RATE, MIN_CHECKED_RATE, MIN_HIT_RATE, MAX_LOST = 0.8, 0.5, 0.5, 20.0
-"""Bars: share of the pinned copy's rate, of one core's hash and copy, of one core's copy; milliseconds for each GB."""
+"""Bars: lowest rates, relative to a pinned copy, to hash and copy on one core, and to a copy on one core; ms per GB."""
 MAX_DIFFERENT = 0.2
 """Bar: share of different answers with KV from the pool. Other kernels compute them, so that near-ties may differ."""
 

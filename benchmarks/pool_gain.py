@@ -71,7 +71,7 @@ def write_text(blocks: Prompt, block_tokens: int) -> str:
 
 
 def ask(url: str, text: str) -> tuple[float, int, int]:
-    """Return the seconds to the first token, the number of cached tokens and that of all tokens of a prompt."""
+    """Send a prompt; return the seconds to the first token, and its numbers of cached tokens and of all tokens."""
     body = {"model": "any", "prompt": text, "max_tokens": 4, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     first, usage = 0.0, dict[str, Any]()
@@ -144,7 +144,7 @@ def replay_by_peer(
 def measure_trace(
     prompts: Sequence[Prompt], block_tokens: int, title: str, spread: str, folder: Path
 ) -> dict[str, Any]:
-    """Return the table of a trace."""
+    """Measure a trace with each kind of cache; return the table. ``spread`` is the table's note on variation."""
     model = folder / "model"
     make_model(model)
     rows = []

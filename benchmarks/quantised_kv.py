@@ -47,7 +47,7 @@ TIMED_TOKENS = 1024
 
 
 class Quality(NamedTuple):
-    """The quality of a model's answers after a hit on blocks of one form.
+    """The quality of a model's answers after a hit on blocks of one form: not quantised, int8 or fp8.
 
     Attributes:
         perplexity: perplexity of the reference answers.

@@ -118,7 +118,7 @@ async def conversations(port: int, choices: random.Random) -> list[list[Turn]]:
 
 
 async def _clear_answer(client: httpx.AsyncClient, messages: list[Message]) -> tuple[str, ...]:
-    """Return an answer's words up to the first word that was not a clear choice."""
+    """Return an answer's words up to the first one that leads the second-best word by at most ``MARGIN``."""
     fields = {"messages": messages, "max_tokens": ANSWER, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     answer = await client.post("/v1/chat/completions", json=fields)
     answer.raise_for_status()

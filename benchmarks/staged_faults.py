@@ -175,7 +175,7 @@ FAULTS: dict[str, Callable[[MooncakeMaster, Owner], dict[int, Callable[[], None]
     "late": lambda master, owner: {},
     "torn": lambda master, owner: {},
 }
-"""For each fault, a function that returns the actions by number of the batch of prompts before which they happen."""
+"""For each fault, a function that returns its actions. An action's key is the number of the batch that it precedes."""
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def start(cluster: Cluster, instances: dict[str, tuple[str, ...]], **options: An
 
 
 def read_others(port: int, size: int, prompts: Sequence[Prompt], right: Sequence[list[int]]) -> dict[str, object]:
-    """Send prompts to an instance that the other one computed; check the answers and the loaded blocks."""
+    """Send an instance the prompts that the other one computed; check the answers and the loaded blocks."""
     before = given(port), gathered(port)
     compare([answer(port, prompt) for prompt in prompts], right, f"TP {size}, reading")
     tokens, blocks = given(port) - before[0], gathered(port) - before[1]

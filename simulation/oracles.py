@@ -1,4 +1,4 @@
-"""Oracles for requests: each request ends once, in time, with the right tokens or with a known and justified error.
+"""Rules (oracles) for requests: each one ends once, in time, with the right tokens or a known and justified error.
 
 ``ALLOWED_CODES`` are the errors in the documentation. An error is justified if there was a fault during the request, or
 less than ``RECOVERY_SECONDS`` before it.

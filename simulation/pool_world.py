@@ -225,7 +225,7 @@ class _Instance:
     def _bound(self, count: int) -> float:
         """Return the most seconds that a look-up and one transfer of ``count`` blocks take.
 
-        ``guarded.py`` has the time limits of the calls. A staged transfer makes one call per window.
+        ``guarded.py`` has the time limits of the calls. A staged transfer makes one call for each buffer of blocks.
         """
         windows = -(-count // self.spec["window"]) if self.spec["staged"] else 1
         return self._tiers * 5 * (0.6 + 1.1 * windows) + 0.1 * windows + 1.0
@@ -864,8 +864,9 @@ class _Final:
             self._world.fail("recovery", f"{instance.process.name} does not find prompt {prompt} now: {statuses}")
 
     def _has_manifests(self) -> bool:
-        """Whether the pool has the manifests. In this model they are much larger than blocks: where blocks with a lease
-        leave no gap for one, each attempt to put it evicts all others.
+        """Whether the pool has all instances' manifests.
+
+        They are much larger than blocks here. So each put of a manifest may evict all blocks, and still find no gap.
         """
         wanted = {manifest_key(each.namespace.digest) for each in self.living}
         return wanted.issubset(self._world.cluster.objects)

@@ -31,9 +31,9 @@ class Defect(NamedTuple):
     """One defect: ``old`` in ``file`` is replaced by ``new``.
 
     Attributes:
-        area: ``retry``, ``resumption``, ``transfers``, ``hand-over`` or ``sharing``; ``confirmed``: a reading found it.
-        commit: the commit that fixed it; ``""``: a mutation.
-        effect: effect of the defect.
+        area: ``retry``, ``resumption``, ``transfers``, ``hand-over`` or ``sharing``.
+        commit: the commit that fixed it; ``""``: a mutation, which the code never had.
+        effect: what goes wrong, and "race" if that depends on the order of events.
     """
 
     name: str

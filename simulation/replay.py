@@ -135,7 +135,7 @@ def _count_prompt(entry: Entry) -> int:
 
 
 def _make_moods(requests: list[Entry], names: dict[str, str], start: float) -> list[Event]:
-    """Return the moods of the instances: the spans in which they failed requests."""
+    """Return the times in which instances failed requests, as events that set their ``Instance.mood``."""
     spans: dict[tuple[str, str], list[list[float]]] = {}
     for entry in requests:
         for attempt in entry.get("attempts", ()):

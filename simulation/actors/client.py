@@ -29,7 +29,7 @@ class Result:
         path: its path.
         generation: the answer that it requests; None: it requests no generation.
         began: virtual time of the request.
-        details: the details of the event in the plan.
+        details: what to send and how to read the response, as the plan of the run says.
         ended: virtual time of the end; None: it is running.
         outcome: ``right``, ``error``, ``wrong``, ``cut`` (the response broke off), ``left`` (the client disconnected),
             ``refused`` (no connection); "" while it is running.
@@ -37,7 +37,7 @@ class Result:
         code: the code of the error.
         why: description of the fault.
         text: the text of the answer.
-        behind: the request before it on its connection, if both were sent in one go.
+        behind: the previous request on its connection, if the client did not wait for the response to that one.
         has_own_error: whether an instance has answered it with status 500. A client gets this error only if no other
             instance can serve the request.
         is_behind_cut: whether an earlier request on its connection was cut, and was no generation.

@@ -205,7 +205,7 @@ class Mooncake:
     # Questions of the oracles.
 
     def list_whole(self) -> list[tuple[str, float, bytes]]:
-        """Return the key, the begin of the put and the bytes of each complete value that no fault has changed."""
+        """Return the key, the start time of the put and the bytes of each complete value that no fault has changed."""
         self._settle()
         whole = [(key, each) for key, each in self.objects.items() if each.is_complete and not each.is_spoilt]
         return [

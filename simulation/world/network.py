@@ -54,7 +54,7 @@ class Link:
         bytes_per_second: speed of each connection; 0: no limit.
         is_down: whether all data is lost, without an error.
         is_refusing: whether new connections are refused, as by a firewall. Existing connections continue.
-        stalled: functions to call when the link is up or down again.
+        stalled: functions that ``Network.set_down`` calls at its next call for this link.
     """
 
     latency: float = 0.0002

@@ -78,9 +78,9 @@ class World:
     allowed_tracebacks: ClassVar[tuple[str, ...]] = ()
     """Beginnings of log messages that may have a traceback."""
     lags: ClassVar[tuple[float, ...]] = (0.0, 0.0, 0.003, 0.03)
-    """Possible mean delays of event loops in seconds; the seed chooses one. Events of this time come in one turn."""
+    """Possible mean delays of event loops in seconds; the seed chooses one. Events in a delay are handled together."""
     spreads_over_turns: ClassVar[bool] = False
-    """Whether half of the seeds spread callbacks of one moment from outside over several turns of the event loops."""
+    """Whether, with half of the seeds, callbacks that arrive together run in several turns of an event loop."""
 
     plan: Plan
 

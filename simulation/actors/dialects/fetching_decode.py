@@ -27,7 +27,7 @@ class FetchPrompt:
     """Request from a prefill instance the KV of a prompt that it retains, and continue from there, or fail.
 
     Args:
-        key: the prompt's.
+        key: the key under which prefill retains the prompt.
         host, port: prefill's connector port.
         takes_token: whether the answer begins with prefill's token; else the first token is chosen here.
         wait_seconds: how long to wait if prefill does not know the key yet.

@@ -1,5 +1,4 @@
-"""P's side of hand-overs that D begins: prompts that P retains under a key until D requests them.
-
+"""Prompts that a prefill instance (P) retains under a key, until a decode instance (D) begins a hand-over of them.
 D sends the request over a connection to P's connector port, with one JSON object per line. P then transfers the prompt
 in the same way as in every hand-over::
 

@@ -43,7 +43,7 @@ class RetainPrompt:
 
 
 def key_of(key: str, request: Request) -> str:
-    """Return the key of a request's prompt; further answers have their own."""
+    """Return the key of one answer's prompt: ``key`` for the first answer of a request, ``key_N`` for others."""
     return f"{key}_{request.request_id.rpartition('_')[2]}" if request.choice_of else key
 
 

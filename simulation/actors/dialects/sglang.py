@@ -20,7 +20,7 @@ _MAX_ROOM = 2**63 - 1
 
 
 class SglangDialect(PairDialect):
-    """Reads ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room``; a member of a pair refuses other requests.
+    """Reads ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room``; prefill and decode require them.
 
     Args:
         role: ``mixed``, ``prefill`` or ``decode``.
