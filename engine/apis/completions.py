@@ -406,6 +406,8 @@ class Completions:
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as templates of text models expect it: the content is one text, the arguments of calls objects.
 
+    As in vLLM, a message without content has an empty text, also if it has calls.
+
     Raises:
         ApiError: 400; the message has no role, or its content is not text. The error names the ``index``.
     """
@@ -416,7 +418,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     elif "tool_calls" in message:  # some templates check only whether the message has this member
         message = {name: value for name, value in message.items() if name != "tool_calls"}
     if message.get("content") is None:
-        return message if calls else {**message, "content": ""}
+        return {**message, "content": ""}
     content = check_text_content(f"messages.{index}.content", message["content"], "messages")
     return message if isinstance(content, str) else {**message, "content": join_texts(content)}
 

@@ -355,7 +355,14 @@ def test_developer_and_system_messages_become_one_at_the_beginning() -> None:
     assert render(shown, *messages) == "system: system\n\ndeveloper; user: user; user: user; "
 
 
-@pytest.mark.parametrize("message", [{"role": "assistant"}, {"role": "assistant", "content": None, "refusal": "no"}])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant"},
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    ],
+)
 def test_a_message_without_content_is_rendered_as_empty(message: dict[str, Any]) -> None:
     assert render("{{ messages[0].role + messages[0].content }}", message) == "assistant"
 
