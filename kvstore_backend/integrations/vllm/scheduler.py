@@ -108,6 +108,8 @@ class _Tracked:
         num_saved: number of the request's leading blocks that are in the pool or are being saved.
         num_noted: number of the request's leading blocks that ``CachedBlocks`` has recorded.
         is_loading: whether a load of the request's blocks has not ended.
+        is_scheduled: whether a step had tokens of the request since vLLM last gave it blocks. Before, another connector
+            (vLLM's MultiConnector) may still load the blocks that vLLM counts as computed.
         is_stale: whether blocks may not match their names, because they are older than a reset of the cache, or some
             are missing. Then no more blocks of the request are saved.
     """
@@ -116,6 +118,7 @@ class _Tracked:
     num_saved: int = 0
     num_noted: int = 0
     is_loading: bool = False
+    is_scheduled: bool = False
     is_stale: bool = False
 
 
@@ -313,6 +316,7 @@ class SchedulerHalf:
         """Record that vLLM gave ``blocks`` to a request, and plan the load of ``num_external`` tokens from the pool."""
         self._is_empty = False
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
+        tracked.is_scheduled = False
         lookup = self._lookups.pop(request.request_id, None)
         if not num_external or lookup is None:
             return
@@ -336,6 +340,7 @@ class SchedulerHalf:
         for request_id, count in scheduled.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 request = tracked.request
+                tracked.is_scheduled = True
                 computed = request.num_computed_tokens + count
                 computes_prompt |= request.num_computed_tokens < request.num_prompt_tokens
                 self._plan_save(tracked, computed, lambda request_id=request_id: blocks_of(request_id))  # type: ignore[misc]
@@ -362,7 +367,7 @@ class SchedulerHalf:
         self._lookups.pop(request.request_id, None)
         self._short_loads.discard(request.request_id)
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is None or tracked.is_loading:
+        if tracked is None or not tracked.is_scheduled:
             return
         # The KV of the last token was not computed, because the token was sampled in the last step.
         computed = min(request.num_computed_tokens, request.num_tokens - 1, self._count_covered(blocks))

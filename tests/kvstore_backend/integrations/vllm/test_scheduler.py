@@ -90,6 +90,12 @@ class ControlledHalf:
         return self.next.pop(0)
 
 
+def begin_computing(scheduler: SchedulerHalf, request: Request, table: list[int]) -> None:
+    """Give blocks to a request, and schedule it in a step that computes none of its blocks completely."""
+    scheduler.on_allocation(request, lambda: table, 0)
+    scheduler.plan_step({request.request_id: 1}, lambda _: table)
+
+
 @pytest.fixture
 def store() -> StorageBackend:
     return CheckedBackend(MemoryStore(1 << 20))
@@ -388,11 +394,19 @@ class TestSaves:
         self, instance: Instance, tokens: int, computed: int, table: list[int], num_saved: int
     ) -> None:
         request = make_request(tokens)
-        instance.scheduler.on_allocation(request, lambda: table, 0)
+        begin_computing(instance.scheduler, request, table)
         request.num_computed_tokens = computed
         instance.scheduler.on_request_end(request, table)
         (save,) = instance.scheduler.plan_step({}, lambda _: []).saves
         assert list(save.blocks) == table[:num_saved]
+
+    def test_the_end_of_a_request_before_its_first_step_saves_no_block(self, instance: Instance) -> None:
+        """Another connector may still load the blocks, inside vLLM's MultiConnector."""
+        request = make_request()
+        instance.scheduler.on_allocation(request, lambda: TABLE, 0)
+        request.num_computed_tokens = 20
+        instance.scheduler.on_request_end(request, TABLE)
+        assert instance.scheduler.plan_step({}, lambda _: []).saves == []
 
     def test_blocks_without_a_hash_are_not_saved(self, instance: Instance) -> None:
         request = make_request(22)
@@ -403,7 +417,7 @@ class TestSaves:
 
     def test_blocks_that_are_not_saved_at_the_end_are_counted_as_dropped(self, instance: Instance) -> None:
         request, table = make_request(4 * 20), list(range(20))
-        instance.scheduler.on_allocation(request, lambda: table, 0)
+        begin_computing(instance.scheduler, request, table)
         request.num_computed_tokens = 80
         instance.scheduler.on_request_end(request, table)
         (counts,) = instance.scheduler.take_counts().values()
