@@ -38,5 +38,5 @@ def list_unknown(names: Iterable[str], known: Iterable[str]) -> str:
 
 
 def list_flags(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Action]:
-    """Return the flags of a parser with their actions. Uses a private member, because argparse has no public one."""
+    """Return argparse's action of each flag, by the flag's text. (argparse has only a private member for this.)"""
     return parser._option_string_actions

@@ -41,7 +41,10 @@ def refuse_long_head(url_bytes: int, server: str) -> HeadRefusal:
 
 
 def refuse_unreadable(url_bytes: int, server: str) -> HeadRefusal:
-    """Return the error for bytes that httptools cannot parse. The arguments are those of ``refuse_long_head``."""
+    """Return the error for a request head that httptools cannot parse, perhaps because its URL is too long.
+
+    The arguments are those of ``refuse_long_head``.
+    """
     if url_bytes > LONGEST_URL:
         return refuse_long_head(url_bytes, server)
     return 400, "this is not an HTTP/1.1 request", "invalid_http"

@@ -53,6 +53,6 @@ def _flush() -> None:
 
 
 def _drop_output() -> None:
-    """Discard what standard output has in its buffer, which Python would write at its end, and what follows."""
+    """Discard all later output, and what standard output's buffer holds, which Python would write when it exits."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -143,9 +143,10 @@ class SpanSender:
     def _name_usage(
         self, input_tokens: int | None, output_tokens: int | None, cached_tokens: int | None, operation: str
     ) -> dict[str, Any]:
-        """Return a span's attributes for token counts; the newest attributes only if the operator has opted in to them.
+        """Return a span's attributes for token counts, as opentelemetry.io/docs/specs/semconv/gen-ai names them.
 
-        Source of the names: opentelemetry.io/docs/specs/semconv/gen-ai. ``input_tokens`` includes the cached tokens.
+        ``cached_tokens`` (a part of ``input_tokens``) and ``operation`` (such as ``chat``) are attributes only if the
+        operator has opted in to the newest names.
         """
         named = {"gen_ai.usage.input_tokens": input_tokens, "gen_ai.usage.output_tokens": output_tokens}
         if not self._emits_latest:

@@ -106,8 +106,8 @@ class StorageBackend(abc.ABC):
     - A value is immutable: a put of a key that is present returns ``OK`` and changes nothing.
     - ``get`` returns ``OK`` only if it has written *all* bytes of the target. If the stored value has another size than
       the target, the status is ``ABSENT``. If the status is not ``OK``, the contents of the target are not defined.
-    - A call reads (put) or writes (get) the memory of its spans only while it runs. The exception is a backend with
-      late calls: ``wait_for_late_calls`` reports when they have ended.
+    - A call reads (put) or writes (get) the memory of its spans only until it returns. The exception is a *late* call,
+      which missed its deadline, but still runs: ``wait_for_late_calls`` reports when no late call is left.
     - ``register`` declares memory that later spans use. Stores that need no registration ignore it.
     - Several threads may call the methods at the same time.
     - After ``close`` all calls return ``FAILED`` for each key, and a second ``close`` does nothing.
@@ -173,8 +173,8 @@ class StorageBackend(abc.ABC):
             address: beginning of the memory.
             nbytes: size of the memory.
             headroom: whether there are ``HEADROOM_BYTES`` free bytes before the first span of each value. A call may
-                write a header there, and move header and value in one piece. Over TCP, this saves as much time as the
-                transfer of 50 KiB.
+                write a header there, and move header and value in one piece. Over TCP, this saves as much time as
+                50 KiB of data take.
         """
 
     def unregister(self, address: int, nbytes: int) -> None:  # noqa: B027 - most stores need nothing
@@ -186,7 +186,7 @@ class StorageBackend(abc.ABC):
         return True
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait until no late call can read or write the callers' memory.
+        """Wait until no late call (it missed its deadline, but still runs) can read or write the callers' memory.
 
         After a put or get that returned ``FAILED``, the caller may use the memory again only when this method has
         returned True. Only the wrapper with deadlines (``guarded.py``) has late calls.

@@ -72,7 +72,7 @@ class ClearMarks:
     """Reads the marks of cleared namespaces in a pool, and remembers which marks are known.
 
     Args:
-        pool: the pool.
+        pool: the pool with the marks.
         digests: digests of the namespaces of the instance's blocks.
     """
 
@@ -106,12 +106,12 @@ class ClearMarks:
 
 
 class ClearWatch:
-    """Thread that drops the copies of this process, in its fast tier and queued writes, after an operator's clear.
+    """Thread that drops this process's copies of blocks (fast tier, queued writes) after an operator's clear.
 
     Marks that exist when the thread starts count as new, because a fast tier in a folder may have older copies.
 
     Args:
-        pool: the pool, whose namespace may change. The copies of blocks of all namespaces are dropped.
+        pool: the pool. The thread reads the marks of its current namespace, and drops copies of all namespaces.
     """
 
     def __init__(self, pool: Pool) -> None:

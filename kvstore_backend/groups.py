@@ -25,9 +25,9 @@ __all__ = ["Exists", "Group", "Kind", "Resume", "find_resume_point"]
 
 Kind = Literal["full", "window", "chunk", "state"]
 Exists = Callable[[Sequence[tuple[int, int]]], Sequence[bool]]
-"""Function that looks up blocks in the pool.
+"""Function that looks up blocks, and returns for each one whether the pool has it.
 
-The arguments: for each block the index of its group, and its index in the prefix."""
+The argument has for each block the index of its group, and its index in the prefix."""
 
 _TEXTS: Mapping[Kind, str] = {
     "full": "full attention",
@@ -118,7 +118,7 @@ def find_resume_point(groups: Sequence[Group], first: int, end: int, exists: Exi
     tries the possible resume points, the last one first, and looks up the blocks that are needed there.
 
     Args:
-        groups: the groups.
+        groups: the groups of the model.
         first: number of leading tokens that the instance has itself; their blocks are not looked up.
         end: maximum number of tokens. ``first`` and ``end`` are rounded down to multiples of all block sizes.
         exists: looks up blocks.
@@ -179,10 +179,8 @@ def _count(groups: Sequence[Group], tokens: int, begins: Sequence[int], found: _
     """Return for each group the number of blocks that it needs to resume at ``tokens``, and how many are missing.
 
     Args:
-        groups: the groups.
         tokens: number of tokens before the resume point.
         begins: for each group, the index of the first block that is not in the instance's own cache.
-        found: the answers of the pool.
     """
     places = [_list_from(group, tokens, begin) for group, begin in zip(groups, begins, strict=True)]
     missing = [sum(not found.has(number, place) for place in each) for number, each in enumerate(places)]

@@ -161,7 +161,7 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
     manifest = parse_manifest(value)
     if manifest.digest != digest:
         raise ManifestError(
-            f"the manifest belongs to another namespace: its fields have the digest {manifest.digest}, not {digest}"
+            f"the manifest is of namespace {manifest.digest} (the digest of its fields), not of namespace {digest}"
         )
     return manifest
 

@@ -165,8 +165,8 @@ def fingerprint_model(
     Two fine-tunes of one model have the same configuration, tensor names and file sizes, so the digest must depend on
     the weights. From each safetensors file, the header and 64 bytes from the middle and the end of every tensor are
     read; from other files with weights, the size and 64 samples. This takes milliseconds; reading all bytes would take
-    minutes. A copy of the folder has the same digest. The samples may miss it if a program changes a few weights in
-    place; use ``Namespace.weights_version`` for such changes.
+    minutes. A copy of the folder has the same digest. If a program changes a few weights in place, the samples may lack
+    these weights; use ``Namespace.weights_version`` for such changes.
 
     Args:
         folder: the folder of the checkpoint.
@@ -197,12 +197,12 @@ def fingerprint_config(folder: str | Path) -> str:
 def mark_changed_weights(version: str, folder: str | Path, age: float | None = None) -> str:
     """Return ``Namespace.weights_version`` for weights that this process loaded from a checkpoint's folder.
 
-    If a file, or a symbolic link to it, has changed after the process began, the process may have loaded other weights
-    than those that ``fingerprint_model`` has read before. The result then belongs to this process alone, and a warning
-    is logged. New times of the folder itself, unless its entries are new, mean that it was renamed.
+    If a file has changed, or the folder was renamed, after the process began, the process may have loaded other weights
+    than those that ``fingerprint_model`` has read. Then the result is unique, so that the process shares no blocks, and
+    a warning is logged.
 
     Args:
-        version: the version of the weights without such a change.
+        version: the version that is returned if nothing has changed.
         folder: the folder of the checkpoint.
         age: seconds since the process began; None: the function measures them.
     """

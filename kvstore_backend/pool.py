@@ -203,8 +203,8 @@ class BlockPool:
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         """Register memory that later sources and targets use. Call this once for each allocation, before its first use.
 
-        With ``headroom``, there must be ``HEADROOM_BYTES`` free bytes before each source and target, which calls may
-        overwrite. Small blocks then move up to twice as fast (``StorageBackend.register``).
+        With ``headroom``, each source and target has ``HEADROOM_BYTES`` free bytes before it, and calls may overwrite
+        these bytes. Small blocks then move up to twice as fast (``StorageBackend.register``).
         """
         self._stack.register(address, nbytes, headroom=headroom)
 
@@ -277,7 +277,7 @@ def open_pool(
     Args:
         config: configuration of the pool.
         namespace: the namespace; the configured tenant is added to it.
-        registry: registry for metrics, as in ``open_backend``.
+        registry: registry for the pool's metrics, as in ``open_backend``; None for no metrics.
         background: whether to open the store in the background, as in ``open_backend``.
         facts: facts for the manifest of the namespace, which is stored in the pool; they help an operator who compares
             two namespaces. If it is None, no manifest is stored, as for a namespace that is used only for a short time.

@@ -105,7 +105,7 @@ class Refill:
     """Thread that detects when a pool has lost blocks, and makes the instance save them again.
 
     Args:
-        pool: the pool.
+        pool: the pool, which may lose blocks.
         holder: the instance's own cache.
         on_blocks: called after each batch with the number of blocks of the batch that the pool has again.
         start_thread: called on the new thread before everything else.

@@ -63,11 +63,12 @@ class Outcome:
     """Result of a load or a save.
 
     Attributes:
-        count: for a load, the number of leading blocks that arrived; for a save, the number of blocks that the pool has
-            now.
+        count: for a load, the number of leading blocks that arrived; for a save, the number of its blocks that the pool
+            has now.
         seconds: duration of the transfer, without the time that it waited for its thread.
-        is_released: whether the owner may use all blocks again. If False, the owner must not use the blocks that were
-            not moved until ``on_release``; a sequence that continues before then needs other blocks.
+        is_released: whether the owner (the engine) may use all blocks again. If False, a call that missed its deadline
+            may still access the blocks that were not moved. The owner must not use these blocks before ``on_release``
+            is called; a sequence that continues earlier needs other blocks.
     """
 
     count: int
@@ -86,7 +87,7 @@ class Window(Protocol):
     """Memory for one call to the pool, with one or more leading blocks of a transfer.
 
     ``Transfers`` opens a window, passes it to one call of the pool, and calls ``take_back`` after the call. If the call
-    is late, ``Transfers`` first calls ``set_aside``, and ``take_back`` only when the late call has ended.
+    misses its deadline, ``Transfers`` calls ``set_aside``, and calls ``take_back`` only when the call has ended.
     """
 
     @property
@@ -107,7 +108,7 @@ class Window(Protocol):
         """
 
     def set_aside(self) -> bool:
-        """Do not reuse the memory before ``take_back``, because a late call may use it.
+        """Do not reuse the memory before ``take_back``, because a call that missed its deadline may still use it.
 
         Returns:
             Whether the memory belongs to the blocks, so that the blocks cannot be used either.
@@ -125,19 +126,19 @@ class TransferMemory(Protocol):
     """Interface of an engine's KV memory. Blocks are moved between this memory and the pool."""
 
     def record_event(self) -> Event | None:
-        """Return an event for the end of the work on blocks that this thread has begun; None if the work has ended."""
+        """Return an event for the end of all device work that this thread has queued; None if all has ended."""
 
     def open_incoming(self, blocks: Sequence[int], after: Event | None) -> Window:
         """Return a window (memory for one call) into which the pool reads one or more leading blocks of ``blocks``.
 
-        The memory of the blocks is written only after the event ``after``.
+        The memory of the blocks is written only after the event ``after``; None: at any time.
         """
 
     def open_outgoing(self, blocks: Sequence[int], after: Event | None) -> Window:
         """Return a window (memory for one call) from which the pool writes one or more leading blocks of ``blocks``.
 
-        The window gets the contents that the blocks have after the event ``after``. The contents are complete when the
-        window's ``wait`` has returned.
+        The window gets the contents that the blocks have after the event ``after``, or now if ``after`` is None. The
+        contents are complete when the window's ``wait`` has returned.
         """
 
 
@@ -437,12 +438,12 @@ class Transfers:
         return window
 
     def _end_call(self, transfer: _Transfer, window: Window, *, is_whole: bool) -> None:
-        """Make the memory of a call available again, or set it aside if the call may be late.
+        """Make the memory of a call available again, or set it aside if the call may still run after its deadline.
 
         Args:
-            transfer: the transfer.
+            transfer: the transfer that made the call.
             window: the memory of the call.
-            is_whole: whether the call has succeeded for all blocks, so that it is not late.
+            is_whole: whether the call has succeeded for all blocks, so that it has ended.
         """
         if is_whole or self._pool.wait_for_late_calls(0):
             window.take_back()

@@ -169,13 +169,7 @@ def _list_differences(first: Manifest, second: Manifest, names: tuple[str, str])
 
 
 def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[str, str]:
-    """Return reason and sentence for manifests with different models, weights or settings of the engine.
-
-    Args:
-        first: the one manifest.
-        second: the other manifest.
-        names: what the sentence calls the two configurations.
-    """
+    """Return reason and sentence for manifests with different models, weights or settings of the engine."""
     one, other = first.facts, second.facts
     called = _tell_values(one.get("name"), other.get("name"), names)
     if one.get("architecture") != other.get("architecture") or not one.get("architecture"):

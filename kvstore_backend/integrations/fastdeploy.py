@@ -136,10 +136,11 @@ class FastDeployClient(PooledClient):
         return _HAND_OVER_SECONDS
 
     def _find_pool(self, keys: Sequence[str] = ()) -> BlockPool | None:
-        """Return the pool, moved to the namespace of the model's current weights; None if these are not known.
+        """Return the pool, moved to the namespace of the model's current weights; None if the weights are not known.
 
-        They also count as not known if the version of the weights in ``keys`` is not the version in the model's folder.
-        Before the first call with keys of blocks, FastDeploy's worker has loaded the weights.
+        The weights also count as not known if ``keys`` have another version of the weights than the model's folder. At
+        the first call with keys of blocks, FastDeploy's worker has loaded the weights. So this method then checks
+        whether the files have changed since the engine's process began.
         """
         pool = super()._find_pool(keys)
         weights = self._weights.read() if self._weights is not None else None
@@ -167,7 +168,7 @@ class FastDeployClient(PooledClient):
 def _mark_changed_weights(engine: Engine) -> str:
     """Return "", or a text that no other process has if weights have changed since the engine's process began.
 
-    FastDeploy itself downloads the files of models that are not folders.
+    Only models in folders are checked. FastDeploy itself downloads the files of other models.
     """
     version, age = "", time.monotonic() - engine.began
     draft = _find_drafting(engine.arguments.get("speculative_config"))

@@ -170,7 +170,7 @@ def find_version() -> str:
 def find_capability() -> str:
     """Return the compute capability of this process's GPU, such as ``9.0``; empty if Paddle knows none.
 
-    FastDeploy calls the same function of Paddle in all its processes that have a client, when they import its kernels.
+    Each process of FastDeploy that has a client calls this function of Paddle itself when it imports its kernels.
     """
     try:
         properties = sys.modules["paddle"].device.cuda.get_device_properties()

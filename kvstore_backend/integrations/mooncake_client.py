@@ -238,7 +238,7 @@ class PooledClient:
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def put(self, key: str, value: bytes, config: object = None) -> int:
-        """Store ``value`` and its size under ``key``, so that ``get`` can read it; return 0, or a negative code.
+        """Store ``value`` under ``key``, and its size under a second key, for ``get``; return 0, or a negative code.
 
         The first put after ``setup``, which an engine makes when it starts, is repeated for some seconds if it fails.
         """
@@ -256,7 +256,7 @@ class PooledClient:
         return code
 
     def get(self, key: str) -> bytes:
-        """Return the bytes that ``put`` stored under ``key``; b"" if the pool lacks the value or its size."""
+        """Return the bytes that ``put`` stored under ``key``; b"" if the pool lacks them or the key with their size."""
         size = self._read_bytes(key + _SIZE_SUFFIX, _SIZE.size)
         return self._read_bytes(key, _SIZE.unpack(size)[0]) if size else b""
 

@@ -451,7 +451,7 @@ def _read_variables() -> dict[str, str]:
 
 
 def _read_device(has_quantized: bool) -> dict[str, str]:
-    """Return the kind of this GPU if it decides in which format SGLang calculates.
+    """Return the kind of this GPU if the kind decides in which format SGLang calculates; otherwise {}.
 
     With quantized weights, the kind of GPU decides whether activations are quantized, too. On AMD's GPUs it also
     decides what the bytes of fp8 KV mean: e4m3fnuz on MI300, e4m3fn on later ones, even if the settings name the other

@@ -23,7 +23,7 @@ IN_OTHER_FIELDS = {
     "page_size": "block_size",
     "hicache_mem_layout": "layout",
 }
-"""Settings of SGLang with a field of their own in ``Namespace``, or a part of ``layout`` -> the name of this field."""
+"""Settings of SGLang that have a field of their own in ``Namespace``, or are in ``layout`` -> the field's name."""
 
 _DECIDING = """
     device encoder_only language_only language_model_only encoder_urls enable_tf32_matmul

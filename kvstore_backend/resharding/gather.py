@@ -5,8 +5,8 @@ Pieces are read to the gatherer's own memory, and copied from there, for three r
 - A piece may contain heads or tokens that the reader does not need.
 - Over TCP, each separate range of memory takes as long as 50 KiB of data, so reading a block directly into its many
   parts would be slow.
-- Bytes that fail the check, or that a late call writes, must not reach the reader's memory. The memory of a late call
-  is not used again until the call has ended.
+- Bytes that fail the check must not reach the reader's memory, nor bytes of a *late* call, which missed its deadline,
+  but still runs. The gatherer uses the memory of a late call again only after the call has ended.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class AlignedSpan:
 
     Args:
         family: the reader's family.
-        sharding: the other sharding.
-        heads: the heads that are read.
+        sharding: the other sharding, as the namespace of its rank 0.
+        heads: the KV heads that the reader needs.
 
     Attributes:
         ranks: namespaces of the ranks of ``sharding`` that have the heads.
@@ -70,7 +70,7 @@ class AlignedSpan:
             names: names of the other sharding's blocks, from the beginning of the sequence.
 
         Returns:
-            The keys; empty if a block of the span has no name.
+            The keys; empty if ``names`` lacks a block of the span.
         """
         stored = range(number * self.num_stored, (number + 1) * self.num_stored)
         if stored.stop > len(names):
@@ -150,7 +150,7 @@ class Gatherer:
         Args:
             aligned: describes the spans.
             spans: indices of the spans.
-            names: the names of the sequence's blocks.
+            names: names of the other sharding's blocks, from the beginning of the sequence.
             blocks: indices of the blocks to build.
             targets: the memory for each of these blocks.
 
@@ -222,7 +222,8 @@ class _Buffers:
         """Make a buffer available again, as soon as no late call can write to it.
 
         Args:
-            maybe_late: whether a call with this memory failed, so that it may be late.
+            maybe_late: whether a read into this buffer failed. Such a read may be late: it has missed its deadline, but
+                still runs and writes.
         """
 
         def put_back() -> None:

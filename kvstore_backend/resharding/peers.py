@@ -73,7 +73,7 @@ class PeerShardings:
         self._alive: Sequence[Namespace] = ()
 
     def is_alone(self) -> bool:
-        """Return whether the pool had a manifest of no other sharding at the last look-up, which is made every 10 s."""
+        """Return whether the last look-up, which is made every 10 s, found no manifest of another sharding."""
         return not self._list_alive()
 
     def extend_run(

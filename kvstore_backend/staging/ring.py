@@ -63,7 +63,7 @@ class Ring:
     """Ring of host buffers for loads or for saves. A caller takes a buffer, uses it alone, and gives it back.
 
     All buffers are in one piece of memory, which needs one allocation and one registration. If all buffers are taken,
-    for example because a late call may still use one, ``take`` creates a spare buffer.
+    for example because a call that missed its deadline still uses one, ``take`` creates a spare buffer.
 
     Args:
         device: the device that copies from and to the buffers.

@@ -106,7 +106,7 @@ class _Values:
 
 
 class MooncakeHoldings(_Values):
-    """All values of one tenant in a Mooncake pool. A master (0.3.13) lists only the keys of the tenant ``default``."""
+    """All values of one tenant in a Mooncake pool. Mooncake 0.3.13 lists only the keys of the tenant ``default``."""
 
     can_keep = True
     """Whether the pool can pin values."""
@@ -123,7 +123,7 @@ class MooncakeHoldings(_Values):
 
     @property
     def has_other_tenants(self) -> bool:
-        """Whether the keys may be of other tenants: a tenant is named, but the master does not separate tenants."""
+        """Whether keys of other tenants are listed, too: a tenant is set, but the master does not separate tenants."""
         return self.is_listed and self._settings.tenant_id != DEFAULT_TENANT
 
     def list_keys(self) -> list[str]:
@@ -150,7 +150,8 @@ class MooncakeHoldings(_Values):
         removed = self._client.clear_and_count(prefix)
         if removed is None:
             raise PoolUnavailable(
-                f"the master at {self._settings.master_server_addr} did not report how many keys it removed"
+                f"the master at {self._settings.master_server_addr} failed to remove the keys, so some or all may "
+                "remain; check that the master answers (kvstore doctor), and repeat the command"
             )
         return removed
 

@@ -2,7 +2,8 @@
 
 ``setup`` of the native client would try for 90 s if no server answers, and would hang if a server hangs. So this module
 probes the servers first. ``setup`` also ends the process if Mooncake was built without a client for the configured kind
-of metadata server. So another process checks that first, with an empty address: the check then takes only 0.2 s.
+of metadata server. So another process first checks whether there is such a client; with an empty address this takes
+only 0.2 s.
 """
 
 from __future__ import annotations

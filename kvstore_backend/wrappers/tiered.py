@@ -120,7 +120,7 @@ class TieredBackend(StorageBackend):
         return self._fast.is_ready or self._large.is_ready
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait for the late calls of one tier after the other, up to ``seconds`` for each."""
+        """Wait for the end of calls that missed their deadline, in one tier after the other, ``seconds`` for each."""
         return self._fast.wait_for_late_calls(seconds) and self._large.wait_for_late_calls(seconds)
 
     def health(self) -> Health:
@@ -136,7 +136,7 @@ class TieredBackend(StorageBackend):
     def _copy_to_fast(self, keys: Sequence[str], values: Sequence[Value], statuses: list[Status]) -> list[Status]:
         """Copy the values that the large tier has stored or read to the fast tier; return the large tier's answers.
 
-        The answers are ``FAILED`` for all keys if the copy is late.
+        The answers are ``FAILED`` for all keys if the copy has missed its deadline and still runs.
         """
         done = [i for i, status in enumerate(statuses) if status is Status.OK]
         if not done or not self._fast.is_ready:
@@ -144,7 +144,7 @@ class TieredBackend(StorageBackend):
         return self._fail_if_late(statuses, self._fast.put([keys[i] for i in done], [values[i] for i in done]))
 
     def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
-        """Return ``statuses``, or ``FAILED`` for all keys if a late put of the fast tier may still read the memory."""
+        """Return ``statuses``; ``FAILED`` for all keys if a late put to the fast tier still reads the memory."""
         if Status.FAILED in copied and not self._fast.wait_for_late_calls(0):
             return [Status.FAILED] * len(statuses)
         return statuses

@@ -127,7 +127,10 @@ class Trial:
         return make_two_histories(self.seed, self.recipe.prompt_words)
 
     def save(self, prompts: Sequence[str], saver: Instance | None = None, **members: Any) -> None:
-        """Let the first instance, or ``saver``, answer the prompts, and wait until it has saved their blocks."""
+        """Let the first instance, or ``saver``, answer the prompts, and wait until it has saved their blocks.
+
+        ``members`` are further members of each request, such as a ``cache_salt``.
+        """
         answers = (saver or self.first).ask_all(prompts, **self.limit(members))
         self.compare(prompts, answers, self.plain, members)
         time.sleep(self.recipe.saved_seconds)
@@ -141,7 +144,8 @@ class Trial:
     ) -> None:
         """Let the second instance answer the prompts, and compare its answers.
 
-        Meanwhile another thread calls ``begin``, which begins the fault, and later ``end``, which ends it.
+        Meanwhile another thread calls ``begin``, which begins the fault, and later ``end``, which ends the fault.
+        ``members`` are further members of each request.
         """
         before = self.second.count_hits(())
         fault = _Fault(len(prompts), begin, end)
@@ -272,7 +276,7 @@ class _Fault:
     def finish(self) -> None:
         """Let the thread make its remaining calls of ``begin`` and ``end`` now, and wait until it has ended.
 
-        It makes no call if too few answers have arrived to begin the fault.
+        The thread makes no call if too few answers have arrived to begin the fault.
         """
         with self._changed:
             self._is_finished = True

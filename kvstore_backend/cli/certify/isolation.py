@@ -89,7 +89,7 @@ def compute_interval(auc: float, num_sooner: int, num_later: int) -> tuple[float
     """Return the limits of the 99 % interval of an area under the ROC curve.
 
     The interval contains all true areas that are compatible with the measured area ``auc``, by the standard error of
-    Hanley and McNeil (1982) in the form of Newcombe (2006, method 5). The usual interval would be empty for ``auc`` 1.
+    Hanley and McNeil (1982) in the form of Newcombe (2006, method 5). The usual interval has no width if ``auc`` is 1.
 
     Args:
         auc: the measured area, as ``compute_auc`` returns it.

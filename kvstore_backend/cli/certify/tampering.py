@@ -36,7 +36,7 @@ class Tampering(Protocol):
         """
 
     def flip_bytes(self) -> int:
-        """Invert all bytes of each value after the first quarter; return the number of changed values."""
+        """Invert all bytes of each value except its first quarter; return the number of changed values."""
 
     def truncate(self) -> int:
         """Cut off three quarters of each value; return the number of changed values."""

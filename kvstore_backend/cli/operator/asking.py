@@ -193,10 +193,7 @@ def _request(
     Args:
         address: address of the server.
         kind: what the server is, for errors: ``instance`` or ``router``.
-        method: the HTTP method.
-        path: the path.
         body: the body, which is sent as JSON; None: no body.
-        headers: the headers.
     """
     try:
         url = parse_address(address).url

@@ -19,7 +19,7 @@ from kvstore_backend.pool import BlockPool
 
 __all__ = ["CachedBlocks"]
 
-# Maximum number of names; more drop the oldest ones. vLLM's number of blocks is usually smaller.
+# Maximum number of names; further names replace the oldest ones. vLLM's number of blocks is usually smaller.
 _MAX_NAMES = 1 << 16
 # Maximum time until a step of vLLM, with the save in it, has ended. An idle instance makes no step.
 _SAVE_SECONDS = 30.0

@@ -31,8 +31,8 @@ class Counts:
     def add_operation(self, operation: str, seconds: float = 0.0, nbytes: int = 0, **blocks: int) -> None:
         """Count one operation: its seconds, its bytes, and its numbers of blocks by outcome, such as ``ok=3``.
 
-        The operation is ``lookup``, ``load``, ``save``, ``gather`` (blocks loaded from another sharding), or the name
-        of a group with missing blocks.
+        The operation is ``lookup``, ``load``, ``save`` or ``gather`` (blocks loaded from another sharding). To count
+        the missing blocks of a group of layers, it is the name of the group.
         """
         with self._lock:
             for figure, number in (*blocks.items(), ("bytes", nbytes), ("seconds", seconds)):

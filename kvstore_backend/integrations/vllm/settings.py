@@ -94,7 +94,7 @@ def find_checkpoint(model: Any, download_dir: str | None = None) -> Path:
 
 
 def find_configuration(model: Any, download_dir: str | None = None) -> Path:
-    """Return the folder with a model's config.json, of which vLLM's ``--download-dir`` has only the weights."""
+    """Return the folder with a model's config.json; vLLM's ``--download-dir`` may have only the model's weights."""
     folder = find_checkpoint(model, download_dir)
     is_there = any((folder / name).exists() for name in ("config.json", "params.json"))
     return folder if is_there else find_checkpoint(model)
@@ -111,7 +111,8 @@ def list_foreign_weights(vllm_config: Any) -> list[str]:
 def fingerprint_checkpoint(model: Any, vllm_config: Any) -> str:
     """Return the fingerprint of the checkpoint of ``model``, a ``ModelConfig`` of the instance.
 
-    If vLLM reads weights elsewhere, ``weights_version`` stands for them, and the folder may have none.
+    If vLLM reads weights from another place, the operator's ``weights_version`` identifies them, and the folder need
+    not have any.
     """
     if list_foreign_weights(vllm_config):
         return fingerprint_model(find_checkpoint(model), needs_weights=False)

@@ -240,7 +240,11 @@ def warn_of_few_states(kv_cache_config: Any, groups: Sequence[Group]) -> None:
 
 
 def find_memory(kv_cache_config: Any, is_plain: bool, kv_caches: dict[str, Any]) -> KVMemory | GroupedMemory:
-    """Return the description of a worker's KV memory, for one group of layers or several."""
+    """Return the description of a worker's KV memory. ``is_plain``: there is one group of layers, with full attention.
+
+    Raises:
+        ConfigError: the groups of layers do not match the memory.
+    """
     groups, num_blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
     if is_plain:
         if type(groups[0].kv_cache_spec) is UniformTypeKVCacheSpecs:

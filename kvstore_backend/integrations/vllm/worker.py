@@ -38,8 +38,8 @@ class Loaded:
     Attributes:
         requests: ids of all requests with loads that ended.
         blocks: ids of the blocks that did not arrive, for requests that can use the leading blocks that arrived.
-        failed: ids of requests that must restart in other blocks, because a late call may still write to their blocks,
-            or because the leading blocks are not useful alone (a model with several groups).
+        failed: ids of requests that must restart in other blocks, because a call that missed its deadline may still
+            write to their blocks, or because the leading blocks are not useful alone (a model with several groups).
     """
 
     requests: set[str] = field(default_factory=set)
@@ -180,7 +180,7 @@ class WorkerHalf:
 
         Both shardings have the same block size, so blocks have the same names in both.
         """
-        assert self._peers is not None, "the scheduler found blocks of another sharding without a family"
+        assert self._peers is not None, "the scheduler planned a load that this worker cannot do"
         return read_leading(len(load.blocks), self._peers.reader_of(run, load.names, 0, load.names))
 
     def _on_load_end(self, load: Transfer, outcome: Outcome) -> None:

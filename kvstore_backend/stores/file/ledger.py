@@ -71,9 +71,9 @@ BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 """File with an id that the kernel generates at each start of the machine."""
 
 SAMPLE_SIZE = 4096
-"""Number of values in the sample of an eviction, from random folders.
+"""Number of values in the sample of an eviction, from random subfolders of ``blocks``.
 
-The eviction removes the values of the sample that were used least recently. A folder with fewer values is the sample.
+The eviction removes the values of the sample that were used least recently. If there are fewer values, it samples all.
 """
 
 
@@ -318,7 +318,7 @@ class Ledger:
 
 
 def _sample_blocks(folders: list[os.DirEntry[str]]) -> list[Block]:
-    """Remove the last folders from the list; return their values, at least ``SAMPLE_SIZE`` if there are as many."""
+    """Remove folders from the end of the list; return their values, at least ``SAMPLE_SIZE`` if there are as many."""
     now = time.time_ns()  # a last use in the future (the clock was set back) counts as the oldest
     sample: list[Block] = []
     while folders and len(sample) < SAMPLE_SIZE:
