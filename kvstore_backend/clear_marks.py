@@ -5,8 +5,8 @@
 
 An instance saves blocks again that the pool has lost (``refill.py``). Without marks, it could not distinguish lost
 blocks from removed blocks. The value of a mark is a new id for each clear. An instance that finds a new id does not
-save its earlier blocks again. It remembers the id, so it does not matter if the pool loses the mark later. No clocks
-are compared.
+save those blocks again that it saved before. It remembers the id, so it does not matter if the pool loses the mark
+later. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def mark_key(digest: str) -> str:
 
 
 def make_mark(key: str) -> NDArray[np.uint8]:
-    """Return the value of a new mark for ``key``: a random id, with the header of a block."""
+    """Return the value of a new mark for ``key``: a random id, after a header that readers check as for blocks."""
     return seal_bytes(key, secrets.token_hex(_ID_BYTES // 2).encode())
 
 

@@ -100,7 +100,7 @@ class BlockPool:
         Args:
             hashes: hashes of the blocks.
             targets: memory for each block.
-            wait: return only when no late call can write to the targets. If it is False, return at the deadline; the
+            wait: return only when no call can write to the targets any more. If False, return at the deadline: the
                 caller must not use the targets before ``wait_for_late_calls`` has returned True (``transfers.py`` does
                 this).
 
@@ -187,7 +187,7 @@ class BlockPool:
         return self._stack.is_ready
 
     def wait_for_late_calls(self, seconds: float) -> bool:
-        """Wait until no late call can read or write the callers' memory; return False after ``seconds``.
+        """Wait until no call that missed its deadline can use the callers' memory; return False after ``seconds``.
 
         Only callers of methods with ``wait=False`` need this, such as ``transfers.py``.
         """
@@ -307,7 +307,7 @@ def open_pool(
 
 
 def name_tenant(config: PoolConfig, namespace: Namespace) -> Namespace:
-    """Return ``namespace`` with the tenant in ``config``; unchanged if that is the default tenant."""
+    """Return ``namespace`` with the tenant in ``config``; unchanged if the tenant is the default one."""
     tenant = config.store.tenant_id if isinstance(config.store, MooncakeSettings) else DEFAULT_TENANT
     return namespace if tenant == DEFAULT_TENANT else replace(namespace, tenant=tenant)
 

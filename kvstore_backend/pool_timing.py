@@ -138,7 +138,7 @@ def _time_prompts(ask: Callable[[int], tuple[int, float]]) -> float:
     """Return the seconds that an instance needs to compute one token of a prompt, from prompts of several lengths.
 
     Args:
-        ask: sends a prompt with a given number of words; returns the prompt's number of tokens, and the seconds.
+        ask: sends a prompt with a given number of words; returns its number of tokens, and the request's seconds.
 
     Raises:
         InstanceUnavailable: the instance's context is too short for a second prompt.

@@ -201,7 +201,7 @@ class _Transfer:
 
     Attributes:
         after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
-        set_aside: window (memory of a call) that a late call may still use, or None if no call is late.
+        set_aside: window (memory of a call) that a call may still use after its deadline, or None if there is none.
         is_released: whether the owner may use the blocks as soon as the transfer has ended.
     """
 
@@ -452,7 +452,10 @@ class Transfers:
             transfer.is_released = not window.set_aside()
 
     def _await_late_calls(self, transfer: _Transfer, window: Window) -> None:
-        """On a new thread, wait until no call is late; then make the call's memory available and release the blocks."""
+        """When no call runs after its deadline any more, make the call's memory available and release the blocks.
+
+        A new thread waits for this.
+        """
 
         def take_back() -> None:
             try:

@@ -191,7 +191,6 @@ def _explain_model(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
 
 def _tell_values(one: object, other: object, names: tuple[str, str]) -> str:
-    """Return a text with a field's value in each of two configurations, which the text calls ``names``."""
     return f"{_quote(one)} of {names[0]}, {_quote(other)} of {names[1]}"
 
 

@@ -175,7 +175,6 @@ def _watch_figures(config: PoolConfig, arguments: argparse.Namespace) -> NoRetur
 
 
 def _figures_of_mooncake(settings: MooncakeSettings, metrics_address: str | None) -> _PoolFigures:
-    """Read the measurements of a Mooncake cluster from its master."""
     admin = checks.require_admin(settings, metrics_address)
     try:
         metrics = admin.fetch_metrics()
@@ -336,7 +335,7 @@ def _describe_instances(figures: _PoolFigures, before: _PoolFigures | None, seco
 
 
 def _describe_tenants(accounts: Iterable[TenantAccount]) -> list[str]:
-    """Return the lines of the table of tenants, and a line that says whose namespaces the other tables have."""
+    """Return the lines of the table of tenants, and a line that says whose namespaces the tables above have."""
     heads = ("tenant", "used", "of", "", "quota", "evicted for itself", "writes without space")
     rows = [
         (

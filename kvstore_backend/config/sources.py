@@ -119,7 +119,7 @@ def load_config(
 def _find_folder(sources: Sequence[_Source]) -> _Source | None:
     """Return the settings of a pool in a folder if the master's address is ``file:///...``; otherwise None.
 
-    Some engines cannot configure a pool in another way than by the address of a Mooncake master.
+    Some engines can configure a pool only by the address of a Mooncake master.
     """
     source = _first_source(sources, "master_server_addr")
     address = source.values["master_server_addr"] if source is not None else None
@@ -220,7 +220,7 @@ def names_protocol(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _overriding_source(file: _Source, environment: _Source) -> _Source:
-    """Return a source with only the environment's protocol, to override the file's; empty if one of them has none."""
+    """Return the environment's protocol as a source, to override the file's; empty if file or environment has none."""
     both = {"protocol"} & file.values.keys() & environment.values.keys()
     return _Source({name: environment.values[name] for name in both}, environment.place)
 

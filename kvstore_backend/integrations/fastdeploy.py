@@ -166,7 +166,7 @@ class FastDeployClient(PooledClient):
 
 
 def _mark_changed_weights(engine: Engine) -> str:
-    """Return "", or a text that no other process has if weights have changed since the engine's process began.
+    """Return "" if the weights have not changed since the engine's process began, otherwise a unique text.
 
     Only models in folders are checked. FastDeploy itself downloads the files of other models.
     """
@@ -213,10 +213,6 @@ def _read_engine(engine: Engine, model: str) -> dict[str, str]:
 
     With quantized weights or KV, the compute capability of the GPU is added, because it decides in which formats
     FastDeploy calculates: from 10.0 on, it rounds the scales of block-wise fp8 to powers of two.
-
-    Args:
-        engine: arguments and environment with which the engine was started.
-        model: the folder of the checkpoint.
     """
     arguments = {name: value for name, value in engine.arguments.items() if name not in CANNOT_CHANGE_KV}
     for name, find_effect in _EFFECTS.items():
@@ -253,11 +249,7 @@ _EFFECTS = {"speculative_config": _find_drafting, "graph_optimization_config": _
 
 
 def _find_model(argv: Sequence[str], engine: Engine) -> str:
-    """Return the folder of the checkpoint that a FastDeploy process serves.
-
-    Args:
-        argv: command line of the process.
-        engine: arguments and environment with which the engine was started.
+    """Return the folder of the checkpoint that the FastDeploy process with the command line ``argv`` serves.
 
     Raises:
         ConfigError: the command lines name no model, or the model is not a folder on this machine.

@@ -186,7 +186,7 @@ class WeightsVersion:
     Attributes:
         text: text for the namespace, which is different for different weights.
         step: the first two parts of the version, such as ``RL-STEP1``. FastDeploy 2.6 writes them into its keys, after
-            ``prefix``. Empty if ``version.yaml`` is missing or has no version.
+            the text ``prefix``. Empty if ``version.yaml`` is missing or has no version.
     """
 
     text: str

@@ -129,7 +129,7 @@ def _digest_paths(setting: str, value: object) -> object:
 
 
 def _find_path(setting: str, text: str) -> Path:
-    """Return the path of a file or folder that ``text`` names: a path, or ``owner/name`` or ``owner/name/file``."""
+    """Return the path of a file or folder from a path, or from a hub name: ``owner/name`` or ``owner/name/file``."""
     path = Path(text)
     if path.exists():
         return path

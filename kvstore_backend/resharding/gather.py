@@ -117,7 +117,7 @@ class Gatherer:
         Args:
             sharding: the other sharding, as the namespace of its rank 0.
             names: names of the other sharding's blocks, from the beginning of the sequence.
-            first: index of the first block, counted from the beginning of the sequence.
+            first: index of the first block to read, counted from the beginning of the sequence.
             targets: memory for each block.
 
         Raises:
@@ -148,11 +148,8 @@ class Gatherer:
         A span is the smallest number of tokens that consists of whole blocks in both shardings.
 
         Args:
-            aligned: describes the spans.
-            spans: indices of the spans.
             names: names of the other sharding's blocks, from the beginning of the sequence.
-            blocks: indices of the blocks to build.
-            targets: the memory for each of these blocks.
+            blocks: indices of the blocks to build; ``targets`` has the memory for each of them.
 
         Returns:
             The number of leading spans of which all stored blocks arrived.

@@ -83,7 +83,7 @@ class PeerShardings:
 
         Args:
             statuses: the pool's answers for the prompt's blocks from ``first`` on, in the own sharding.
-            first: index of the first block, counted from the beginning of the sequence.
+            first: index of the first of these blocks, counted from the beginning of the sequence.
             names_of: returns the names of all blocks of the sequence for a given block size.
 
         Returns:
@@ -108,7 +108,7 @@ class PeerShardings:
         Args:
             run: result of ``extend_run``, in this or another process.
             hashes: names of the blocks in the own sharding, from ``first`` on.
-            first: index of the first block, counted from the beginning of the sequence.
+            first: index of the run's first block, counted from the beginning of the sequence.
             names: names of the other sharding's blocks, from the beginning of the sequence.
         """
 

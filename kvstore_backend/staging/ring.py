@@ -88,7 +88,7 @@ class Ring:
     def take(self) -> Buffer:
         """Return the buffer that has been free longest, for this caller alone.
 
-        Before, wait until its last copy has ended.
+        First, wait until the last copy from or to the buffer has ended.
         """
         with self._lock:
             buffer = self._free.popleft() if self._free else None
@@ -135,7 +135,6 @@ class Ring:
         """Allocate ``count`` buffers, one after another, in one piece of memory.
 
         Args:
-            count: number of buffers.
             is_spare: whether the buffer is allocated and registered alone, not with the other buffers of the ring.
         """
         size = self._capacity * (HEADROOM_BYTES + self._nbytes)

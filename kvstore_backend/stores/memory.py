@@ -12,7 +12,7 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(StorageBackend):
-    """Store that copies values into a dictionary, and evicts the least recently used if they exceed ``capacity_bytes``.
+    """Store that copies values into a dictionary. Above ``capacity_bytes``, it evicts the least recently used values.
 
     Bytes are copied without the lock, because a stored value never changes.
     """

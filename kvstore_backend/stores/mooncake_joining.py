@@ -287,7 +287,7 @@ def _has_network() -> bool:
 def connect_to_master(settings: MooncakeSettings) -> AbstractContextManager[socket.socket | None]:
     """Return a connection to the master, or to a server that knows the master's address.
 
-    The value is None if Mooncake finds the master through Kubernetes, because then there is no such server.
+    The connection is None if Mooncake finds the master through Kubernetes, because then there is no such server.
     """
     if not settings.ha_backend:
         return _open_connection(settings.master_server_addr, "Mooncake master", "start mooncake_master there")

@@ -132,8 +132,6 @@ class CheckedBackend(Wrapper):
         ``ABSENT`` although the pool has them: they have another size, or were put after the first read.
 
         Args:
-            keys: the keys of all blocks of the call.
-            targets: the memory for each block.
             whole: the memory for each block and its header.
             statuses: the statuses of the first read, which this method changes.
             rejected: indices of the blocks that failed the check.

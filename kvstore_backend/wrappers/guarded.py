@@ -356,7 +356,7 @@ class GuardedBackend(StorageBackend):
     def _wait_for_call(self, call: _Call, operation: str) -> bool:
         """Wait until ``call`` ends; return False if it did not end before its deadline.
 
-        If the call had begun, it is late then, and the breaker opens. If this process got no CPU time during the wait,
+        If the call had begun, it still runs, and the breaker opens. If this process got no CPU time during the wait,
         the call gets its deadline a second time, because the store's threads, and a master on the same machine, got no
         CPU time either.
         """
@@ -441,7 +441,7 @@ class GuardedBackend(StorageBackend):
     def _recover(self) -> None:
         """Open the store, or probe it if it is open, with pauses, until it works; then close the breaker.
 
-        Before each try, wait until no late call is left.
+        Before each try, wait until all calls that missed their deadline have ended.
         """
         pause = _FIRST_PAUSE_SECONDS
         logged = None
@@ -460,7 +460,7 @@ class GuardedBackend(StorageBackend):
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _may_try(self) -> bool:
-        """Wait until no late call is left; return False after ``close``."""
+        """Wait until all calls that missed their deadline have ended; return False after ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_late == 0 or self._is_closed)
             return not self._is_closed
@@ -468,7 +468,8 @@ class GuardedBackend(StorageBackend):
     def _close_breaker_unless(self, trouble: str | None) -> bool:
         """Close the breaker and return True, or record why it stays open and return False.
 
-        The breaker stays open if there is ``trouble``, a late call, or memory that is not registered with the store.
+        The breaker stays open if the store cannot be used (``trouble`` says why), a call still runs after its deadline,
+        or memory is not registered with the store.
         """
         with self._changed:
             if not self._is_closed:

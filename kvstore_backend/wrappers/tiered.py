@@ -144,7 +144,7 @@ class TieredBackend(StorageBackend):
         return self._fail_if_late(statuses, self._fast.put([keys[i] for i in done], [values[i] for i in done]))
 
     def _fail_if_late(self, statuses: list[Status], copied: list[Status]) -> list[Status]:
-        """Return ``statuses``; ``FAILED`` for all keys if a late put to the fast tier still reads the memory."""
+        """Return ``statuses``; ``FAILED`` for all keys if a put to the fast tier still runs after its deadline."""
         if Status.FAILED in copied and not self._fast.wait_for_late_calls(0):
             return [Status.FAILED] * len(statuses)
         return statuses

@@ -179,7 +179,7 @@ class WriteBehindBackend(Wrapper):
     def drop_own_copies(self, prefix: str) -> bool:
         """Remove the keys that begin with ``prefix`` from the queue, and from the copies of the inner backend.
 
-        A block that is being written now stays in the queue; this does not count as a copy that is left.
+        A block that is being written now stays in the queue, but the result may still be True.
         """
         self._withdraw(prefix)
         return self._store.drop_own_copies(prefix)

@@ -122,7 +122,7 @@ class Trial:
         return make_prompts(self.seed, self.num_prompts, self.recipe.prompt_words, is_shared=is_shared)
 
     def make_two_histories(self) -> tuple[list[str], list[str]]:
-        """Return prompts to save, and prompts to load with the same words at the same positions, after other words."""
+        """Return prompts to save, and prompts with some of their words at the same positions, but after other words."""
         self.seed += 1
         return make_two_histories(self.seed, self.recipe.prompt_words)
 
@@ -310,7 +310,7 @@ class Case:
         run: sends the requests and causes the fault; it records problems in the trial.
         lacks: returns what a recipe lacks for this case, as a sentence; empty if it lacks nothing.
         is_quick: whether ``--quick`` includes the case.
-        changes_values: whether the case removes, damages or adds values in the pool, for which it must list them.
+        changes_values: whether the case removes, damages or adds values in the pool, and so must list the values.
     """
 
     name: str

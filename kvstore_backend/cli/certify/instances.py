@@ -115,7 +115,7 @@ class Instance:
             return list(threads.map(ask_one, prompts))
 
     def ask_and_leave(self, prompts: Sequence[str], seconds: Sequence[float]) -> None:
-        """Send each prompt ``i``, and close its connection after ``seconds[i]`` seconds, as a client that gives up."""
+        """Send each prompt ``i``, and close its connection after ``seconds[i]`` seconds, as if the client gave up."""
 
         def ask_one(prompt: str, patience: float) -> None:
             body = {**self._request, "prompt": prompt, "temperature": 0}
@@ -159,7 +159,7 @@ class Instance:
 def make_prompts(seed: int, count: int, words: int, *, is_shared: bool) -> list[str]:
     """Return ``count`` prompts of ``words`` random words.
 
-    With ``is_shared``, about four prompts each have the first two thirds of their words in common.
+    With ``is_shared``, about four prompts each begin with the same words, which are two thirds of the prompt.
     """
     chance = random.Random(seed)
     num_beginnings = max(1, count // 4) if is_shared else count

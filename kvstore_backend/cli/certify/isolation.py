@@ -107,7 +107,7 @@ def compute_interval(auc: float, num_sooner: int, num_later: int) -> tuple[float
 
 
 def _find_limit(is_inside: Callable[[float], bool], inside: float, outside: float) -> float:
-    """Return the limit of the interval between a point ``inside`` and a point ``outside``, by bisection."""
+    """Return, by bisection, the end of an interval that contains ``inside``, but not ``outside``."""
     for _ in range(40):
         middle = (inside + outside) / 2
         inside, outside = (middle, outside) if is_inside(middle) else (inside, middle)
@@ -176,9 +176,7 @@ def _probe_prompts(
 
     Args:
         ask: sends a prompt with the API key of a tenant; returns time to first token and number of cached tokens.
-        recipe: the recipe.
         count: number of prompts that the victim sends; the attacker sends these and as many new prompts.
-        seed: seed of the random prompts.
 
     Returns:
         The attacker's times to first token for the victim's and for new prompts, and its total of cached tokens.

@@ -269,7 +269,10 @@ def _expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def _check_members(where: str, members: Any, kind: type, *more: str, required: Sequence[str] = ()) -> None:
-    """Check that ``members`` is a mapping whose names are fields of the dataclass ``kind``, or are in ``more``."""
+    """Raise ``ConfigError`` unless ``members`` is a mapping with known names and all ``required`` ones.
+
+    The known names are the fields of the dataclass ``kind``, and ``more``.
+    """
     names = [*(each.name for each in fields(kind)), *more]
     if not isinstance(members, dict):
         raise ConfigError(

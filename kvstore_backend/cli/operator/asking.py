@@ -191,7 +191,6 @@ def _request(
     """Send a request; return the response and its JSON content. The content is None if it is not JSON.
 
     Args:
-        address: address of the server.
         kind: what the server is, for errors: ``instance`` or ``router``.
         body: the body, which is sent as JSON; None: no body.
     """

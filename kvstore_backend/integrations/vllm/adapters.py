@@ -2,8 +2,8 @@
 
 vLLM's block hashes contain only the name and path of an adapter, not its weights. vLLM reads the files of an adapter
 when it loads the adapter. It reads them again, without notice, after it had to drop the adapter (``--max-cpu-loras``),
-or on request (``load_inplace``); and its weights may be views of the files. So a worker compares sizes and times of the
-files just before and just after vLLM reads them, and computes a digest of the files on a thread of its own
+or on request (``load_inplace``). The adapter's tensors may also be views of the files. So a worker compares sizes and
+times of the files just before and just after vLLM reads them, and computes a digest of the files on a thread of its own
 (``LoadedAdapters``). Requests with an adapter use the pool only if every rank has reported the same digest
 (``KnownAdapters``). If the files of an adapter have changed, or may have changed, its requests never use the pool
 again, because vLLM's own cache may have blocks of the old and of the new files.
@@ -174,7 +174,7 @@ class KnownAdapters:
 
 
 def _read_marks(path: str) -> _Marks | None:
-    """Return name and ``_STAT_FIELDS`` of each file in a folder, to detect a change; None without a folder."""
+    """Return name and ``_STAT_FIELDS`` of each file in a folder, to detect a change; None if there is no folder."""
     try:
         files = [(file.name, file.stat()) for file in sorted(Path(path).expanduser().iterdir()) if file.is_file()]
     except OSError:

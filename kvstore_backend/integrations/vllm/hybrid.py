@@ -11,8 +11,8 @@ transfer lists the blocks of full-attention groups last, and these blocks are st
 also finds the blocks of the other groups, without which it could load nothing.
 
 A block of a sliding window is saved when it is full, if vLLM has not dropped it before, because a later prompt may have
-a common prefix of any length. vLLM makes a recurrent state only if a step ends at a block boundary, keeps only some of
-them (``--prefix-cache-retention-interval``), and reports each of these once, in the step that computes it
+a common prefix of any length. vLLM makes a recurrent state only if a step ends at a block boundary, keeps only some
+states (``--prefix-cache-retention-interval``), and reports each kept state once, in the step that computes the state
 (``offer_states``).
 """
 
@@ -173,7 +173,6 @@ class HybridSchedulerHalf(SchedulerHalf):
         """Plan to save a recurrent state.
 
         Args:
-            tracked: the request.
             number: index of the state's group.
             block: the block that has the state after this step.
             num_tokens: number of the request's leading tokens that the state covers.
@@ -226,7 +225,7 @@ class _Namer:
         """Return the name of a block, which is made from the last hash in the block.
 
         Args:
-            hashes: the hashes of the request.
+            hashes: vLLM's block hashes of the request.
             number: index of the block's group.
             place: index of the block in the group.
             adapter: digest of the LoRA adapter's files, or empty.

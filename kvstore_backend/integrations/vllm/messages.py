@@ -69,7 +69,7 @@ class Report:
         ended: id of each transfer that has released its blocks -> number of ranks that report it.
         short: ids of requests that loaded fewer blocks than planned.
         loads: for each load, the number of blocks that it brought, and its seconds.
-        steps: for each step with parts of prompts, its tokens and its seconds.
+        steps: for each step that computed tokens of prompts, the number of all its tokens, and its seconds.
         adapters: LoRA adapter -> digests of its files, one from each rank that has read them; None: they have changed.
         saved: id of each save after which the pool has all blocks of the save -> number of ranks that report this.
     """

@@ -29,7 +29,7 @@ class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
-        """Return the sums of these counts and of the counts in ``other``."""
+        """Return the sums of the counts in this object and in ``other``."""
         return KVStoreStats(add_counts(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:

@@ -1,4 +1,4 @@
-"""Builds the namespace of a worker's blocks, the family of shardings that it can read, and facts for the manifest."""
+"""Builds the namespace of a worker's blocks, finds the shardings that it can read, and collects facts for operators."""
 
 from __future__ import annotations
 

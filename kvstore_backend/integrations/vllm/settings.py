@@ -163,7 +163,10 @@ def _describe_generation(model: Any) -> dict[str, object]:
 
 
 def _describe_other_weights(vllm_config: Any) -> dict[str, object]:
-    """Return fingerprints of weights outside the checkpoint's own files: of models that it names, and of subfolders."""
+    """Return fingerprints of weights that are not in the checkpoint's folder itself.
+
+    They are in subfolders, or in other models that config.json names.
+    """
     model, place = vllm_config.model_config, vllm_config.load_config.download_dir
     names = {name: str(getattr(model.hf_config, name, None) or "") for name in _OTHER_MODELS}
     found = {

@@ -123,7 +123,7 @@ class WorkerHalf:
                 self._drop_save(save)
 
     def wait_for_saves(self, numbers: Iterable[int]) -> bool:
-        """Wait until other clients can read the blocks of these saves; return False after ``_SAVE_WAIT_SECONDS``."""
+        """Wait until other clients can read the blocks of the saves ``numbers``; False after ``_SAVE_WAIT_SECONDS``."""
         awaited, end = set(numbers), time.monotonic() + _SAVE_WAIT_SECONDS
         if not awaited:
             return True
@@ -137,7 +137,7 @@ class WorkerHalf:
         return self._pool.flush_writes(max(0.0, end - time.monotonic()))
 
     def end_step(self, num_tokens: int) -> None:
-        """Record that all work of a step was queued, from which the scheduler learns how fast prompts are computed.
+        """Record that all work of a step was queued. The scheduler learns from this how fast prompts are computed.
 
         ``num_tokens`` is the number of tokens in the step. It is 0 if the step computes no prompt tokens; such a step
         is not measured.

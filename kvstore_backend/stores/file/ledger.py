@@ -266,7 +266,6 @@ class Ledger:
         """Return the size limit of the folder, and store it: ``named``, else the stored limit, else ``DEFAULT_BYTES``.
 
         Args:
-            ledger: the open ledger.
             named: the configured size limit, or None if none is configured.
 
         Raises:
