@@ -124,9 +124,9 @@ class Auth:
             self.check_admin(headers)
 
     def find_scope(self, headers: Headers) -> str:
-        """Return the tag of the sender (see ``tags``), which may list or abort only its own requests.
+        """Return the tag (see ``tags``) of the sender, which is a client that may list and abort only its own requests.
 
-        Return ``""``, which means all requests, for the admin, and if no API keys are configured.
+        Return ``""`` for the admin, and if no API keys are configured. The sender may then list and abort all requests.
 
         Raises:
             Refused: status 401: neither an API key nor the admin token was sent.

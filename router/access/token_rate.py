@@ -1,8 +1,9 @@
 """TokenRates: limits the tokens per second of each client, prompt and generated tokens together.
 
-Each client has a token bucket. It fills at the client's rate up to the tokens of ``BURST_SECONDS``. A request may begin
-while the bucket is not empty. Its prompt tokens are removed at the beginning, its other tokens at its end. So a bucket
-can become negative, and a prompt larger than the bucket is served, too. On average, no client exceeds its rate.
+Each client has a token bucket. It fills at the client's rate, and holds at most the tokens of ``BURST_SECONDS``. A
+request may begin while the bucket is not empty. Its prompt tokens are removed at the beginning, its other tokens at its
+end. So a bucket can become negative, and a prompt larger than the bucket is served, too. On average, no client exceeds
+its rate.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class RouterClient:
         await self._http.aclose()
 
     async def read_metrics(self) -> dict[str, list[Sample]]:
-        """Return the samples of the router's ``/metrics`` by metric name. They cover all its processes."""
+        """Return the samples of the router's ``/metrics``, which cover all processes of the router, by metric name."""
         return parse_samples((await self._fetch("GET", "/metrics")).text)
 
     async def list_instances(self) -> list[dict[str, Any]]:

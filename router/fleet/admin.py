@@ -27,9 +27,9 @@ CLEAR_PATHS = ("/clear_prefix_cache", "/reset_prefix_cache", "/flush_cache")
 def drain_instance(registry: Registry, body: bytes) -> dict[str, Any]:
     """Drain an instance: send it no new requests. With ``undrain``, end the drain.
 
-    With ``until_restart``, the drain ends automatically when another process uses the instance's address. This does not
-    shorten a drain without ``until_restart``, because it may come from a hook that does not know of that drain. The
-    outcome says whether the drain ends automatically now.
+    With ``until_restart``, the drain ends automatically when another process uses the instance's address. But if the
+    instance already drains without ``until_restart``, nothing changes, because the new command may come from a hook
+    that does not know of that drain. The result says whether the drain ends automatically.
 
     Raises:
         BadBody: the body is invalid.

@@ -85,7 +85,7 @@ def read_fields(data: bytes, content_type: str) -> dict[str, Any]:
 
 
 def write_answer(answer: _Fields, content_type: str) -> tuple[bytes, str]:
-    """Encode a response as msgpack if the query was msgpack, else as JSON. Return it with its content type."""
+    """Encode a response as msgpack if the query was msgpack, else as JSON. Return the bytes and the content type."""
     if _is_packed(content_type):
         return msgpack.packb(answer), _PACKED
     return orjson.dumps(answer), "application/json"

@@ -201,7 +201,7 @@ class Instance:
         return Orders(self.draining, self.drains_until_restart, self.paused, self.share)
 
     def to_record(self) -> dict[str, Any]:
-        """Return the state that other processes need, as plain values: registration, flags, models and commands."""
+        """Return the state that other processes need, as plain values, such as models and commands."""
         return {
             "fields": dict(self.registration.fields),
             "has_heartbeat": self.has_heartbeat,

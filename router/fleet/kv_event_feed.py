@@ -139,7 +139,7 @@ class KvEventFeed:
         self._is_behind = False
         """Whether batches must be replayed before further ones are read."""
         self._early: tuple[int, bytes, Batch] | None = None
-        """A batch that arrived before the replay of the batches before it."""
+        """A batch that has arrived, although earlier batches must be replayed first."""
         self._wake = asyncio.Event()
         self._failure: Exception | None = None
         self._group: int | None = None

@@ -43,7 +43,7 @@ MAX_INSTANCE_BLOCKS = 4_000_000
 
 
 class KvEventReader:
-    """Reads the KV events of all instances and publishers that publish them, and updates the policies."""
+    """Reads the KV events of all publishers, and of the instances that publish events, and updates the policies."""
 
     def __init__(self, registry: Registry, policies: Mapping[Role, Policy], publish: Callable[[Any], None]) -> None:
         """

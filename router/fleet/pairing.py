@@ -11,11 +11,11 @@ __all__ = ["can_decode_for", "may_pair", "pairing_kind", "share_model"]
 
 
 def can_decode_for(prefill_tp_size: int, decode_tp_sizes: Collection[int]) -> bool:
-    """Return whether a decode instance of one of these tensor-parallel sizes can use the KV of a prefill instance.
+    """Return whether a decode instance can use the KV of a prefill instance with this tensor-parallel size.
 
     Args:
         prefill_tp_size: tensor-parallel size of the prefill instance.
-        decode_tp_sizes: tensor-parallel sizes of decode instances.
+        decode_tp_sizes: tensor-parallel sizes that are possible for the decode instance.
     """
     return 1 in decode_tp_sizes or prefill_tp_size in decode_tp_sizes
 

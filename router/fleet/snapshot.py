@@ -321,7 +321,7 @@ def _make_entry(instance: Instance) -> dict[str, Any]:
 
 
 def _read_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags, models, operator commands and their version from an entry. Older files lack some of them."""
+    """Return the state of an instance from its entry, without its registration. Older files lack some members."""
     weight = float(entry.get("weight", 1.0))
     if not 0 <= weight <= 1:
         raise ValueError(f"it is damaged: a weight is {weight}, which is not from 0 to 1")

@@ -173,7 +173,7 @@ def find_model(data: bytes) -> str:
     """Return the name of the model in a JSON body or a form that the router does not parse; ``""`` if none is found.
 
     In a small JSON object, only its own member ``model`` counts, not those of nested objects. In other bodies, the
-    first text counts that looks like such a member, or the first field ``model`` of a form.
+    first text that looks like such a member counts; in a form, the first field ``model``.
     """
     if len(data) <= _MODEL_BYTES and data.startswith(b"{"):
         try:

@@ -232,7 +232,7 @@ class LargeBody:
 
 
 def weigh_values(data: bytes, start: int, end: int) -> int:
-    """Estimate the time to parse a part of a body; 1 is the time for one number. Too high if a text contains JSON."""
+    """Estimate the time to parse a part of a body; 1 is the time for a number. JSON within a text counts, too."""
     brackets = data.count(b"[", start, end) + data.count(b"{", start, end)
     quotes = data.count(b'"', start, end)
     return data.count(b",", start, end) + QUOTE_WEIGHT * quotes + BRACKET_WEIGHT * brackets

@@ -493,7 +493,7 @@ class RouterProtocol(HttpToolsProtocol):
         self.url, self.headers, self.expect_100_continue, self._content_length = b"", [], False, b""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header; ``content-length`` apart, because the others are usually equal in a client's requests."""
+        """Store a header; ``content-length`` separately, as the others are usually equal in a client's requests."""
         name = name.lower()
         if name == b"content-length":
             self._content_length = value

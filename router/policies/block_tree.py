@@ -158,8 +158,8 @@ class BlockTree:
     def name_blocks(self) -> Iterator[None]:
         """Compute the names of all blocks, for ``count_named`` and ``count_leading``. Yield after each run.
 
-        While this function has yielded, other code may run and apply events. Blocks that are stored from now on get
-        their names at once.
+        After each yield, other code may run and apply events. Blocks that are stored after the first call of this
+        method get their names at once.
         """
         self._is_naming = True
         if not self._is_named:

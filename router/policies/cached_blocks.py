@@ -204,8 +204,8 @@ class CachedBlocks(BlockTree):
     def find_end(self, chunk: int, text: bytes) -> tuple[int, float] | None:
         """Return the number of leading tokens of a prompt that the instance has cached; None if it is unknown.
 
-        The number is known only if an earlier prompt was associated with its blocks, its last whole chunk is ``chunk``,
-        and ``text`` begins with the rest of the earlier prompt.
+        The number is known only if an earlier prompt was associated with its blocks, ``chunk`` is the last whole chunk
+        of the earlier prompt, and ``text`` begins with the rest of the earlier prompt.
 
         Args:
             chunk: the last chunk of the prompt that the index knows.

@@ -332,11 +332,10 @@ class Attempt:
         self._report_failure(error)
 
     def on_instance_failure(self, instance: Instance, silence: float) -> None:
-        """Fail the attempt, or only the request to ``instance``, because ``instance`` does not respond to probes.
+        """Fail the attempt if a running leg is at ``instance``, which does not respond to probes.
 
-        If the response to the client has not begun, the attempt fails. If it has begun, only the request whose response
-        is sent to the client can fail: it fails if it was sent to ``instance``, and no data has arrived for ``silence``
-        seconds.
+        If the response to the client has begun, prefill's leg is not needed any more. Then only the answering leg can
+        fail, and only if it has received no data for ``silence`` seconds.
         """
         leg = self.answering if self.answering.instance is instance else self.prefill
         if leg is None or leg.is_finished or leg.instance is not instance:

@@ -22,7 +22,7 @@ def load_certificate(context: ssl.SSLContext, certfile: str, keyfile: str) -> No
     """Load the certificate and the key of a server into its TLS context.
 
     Args:
-        context: the TLS context.
+        context: the TLS context of the server.
         certfile: the file with the certificate, and with intermediate certificates if there are any.
         keyfile: the file with the key; ``""`` if ``certfile`` contains the key.
 

@@ -37,7 +37,7 @@ class _Known:
     ordered: Version = NEVER
     """Version of the operator commands ``orders``."""
     is_void: bool = False
-    """Whether ``orders`` do not apply to an instance that registers here next, because the last one was removed."""
+    """Whether ``orders`` have ended, because the instance was removed. The next instance at the address has none."""
     noted_at: float = -math.inf
 
 

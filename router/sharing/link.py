@@ -78,7 +78,7 @@ class Link:
             self._channel.close()
 
     def is_of_same_router(self, name: str) -> bool:
-        """Return whether the named process belongs to the same router. A router's processes write one common log."""
+        """Return whether the process ``name`` belongs to this router. A router's processes write one common log."""
         return name.partition("-")[0] == self.name.partition("-")[0]
 
     def subscribe_to_leave(self, callback: Callable[[], None]) -> None:
@@ -162,8 +162,8 @@ class Link:
         """Send a query to the peers, and return the answers that arrive in time.
 
         Args:
-            topic: topic of the query.
-            content: content of the query.
+            topic: decides which function of each peer answers; see ``answer_topic``.
+            content: the argument of this function.
             everywhere: whether to ask the other routers, too.
         """
         if self.is_alone:

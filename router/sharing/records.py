@@ -65,7 +65,7 @@ def merge_records(known: dict[str, Any] | None, record: dict[str, Any]) -> dict[
     If both registrations have the same version, use the one in ``record``, because it may be a renewal.
 
     Raises:
-        ValueError: ``record`` is not a record.
+        ValueError: ``record`` does not have the format of a record.
     """
     version, ordered = read_versions(record)
     if known is None:

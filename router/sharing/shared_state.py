@@ -388,7 +388,8 @@ class SharedState:
 def _remove_late(messages: Iterable[Sequence[Any]]) -> list[Sequence[Any]]:
     """Remove from messages what other routers must not receive late or twice.
 
-    These are charged tokens, and queries: nobody waits for the answers, and an abort would end later requests.
+    These are charged tokens, and queries. Nobody waits for the answers any more, and the query ``abort`` would end
+    later requests.
     """
     in_time = [message for message in messages if message[0] not in _QUERIES]
     return [(*message[:3], {}) if message[0] == "limits" else message for message in in_time]

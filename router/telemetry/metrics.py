@@ -188,7 +188,7 @@ class RouterMetrics:
         self._count_instance(self._preemptions, instance)
 
     def count_computed_twice(self, decode: str) -> int:
-        """Count a prompt that ``decode`` computed although prefill had done so. Return the number of such prompts."""
+        """Count a prompt that ``decode`` computed although prefill had done so. Return the number so far."""
         self._count_instance(self._computed_twice, decode)
         return self._computed_twice[decode]
 

@@ -171,16 +171,11 @@ class Tracer(SpanSender):
         events: Sequence[tuple[str, float]] = (),
         **more: Any,
     ) -> None:
-        """Add a span.
+        """Add a span like ``_add_span``, but with times of ``time.perf_counter``.
 
         Args:
-            name: name of the span.
-            context: ids of the span.
-            parent: ids of the parent span; None if there is none.
-            times: start and end of the span, by ``time.perf_counter``.
-            attributes: the span's attributes.
+            times: start and end of the span.
             events: name and time of each event in the span.
-            more: further arguments of ``_add_span``.
         """
         epoch = self._epoch
         at = epoch + times[0], epoch + times[1]

@@ -51,10 +51,10 @@ def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float |
 
 
 def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
-    """Return the counters of prompt tokens by origin, of one instance or, with ``""``, of all instances.
+    """Return the counters of prompt tokens, by instance and then by origin. ``""``: those of all instances.
 
-    The prompt of a pair is counted at its prefill instance. So if ``instance`` is ``""``, a decode instance only has
-    the tokens that were handed over to it.
+    Both instances of a pair count a prompt. So that it is not counted twice in the sum over all instances, a decode
+    instance then only has the tokens that were handed over to it.
     """
     counted: dict[str, Mapping[str, float]] = {}
     for key, report in moment.instances.items():
@@ -68,9 +68,10 @@ def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, 
 
 
 def count_work(moment: Moment) -> dict[str, Mapping[tuple[str, str], float]]:
-    """Return the counters of each instance's work, by instance, then by instance and name of the counter.
+    """Return the counters of each instance's work, for the methods of ``History``, which sum counters with equal keys.
 
-    The names are ``ORIGINS``, ``generated``, ``first_tokens`` and ``first_token_seconds``.
+    The outer keys are instances. The inner keys are pairs of an instance and the name of a counter: one of ``ORIGINS``,
+    ``generated``, ``first_tokens`` and ``first_token_seconds``.
     """
     counted: dict[str, Mapping[tuple[str, str], float]] = {}
     for key, report in moment.instances.items():

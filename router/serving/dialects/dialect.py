@@ -21,7 +21,7 @@ MAX_PREFILL_TOKENS = 8
 MIN_HANDED_OVER_TOKENS = 2048
 """A prompt with this number of tokens has at least one whole block.
 
-Blocks of most models have 16 to 256 tokens. In vLLM, those of models with recurrent layers have about 1,000.
+Blocks of most models have 16 to 256 tokens. In vLLM, models with recurrent layers have blocks of about 1,000 tokens.
 """
 
 NO_MEMBERS: Mapping[str, bytes] = {}

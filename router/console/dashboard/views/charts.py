@@ -158,7 +158,7 @@ def put_chart(title: str, unit: str, kind: str = "lines", note: str = "", *, is_
     Args:
         title: title of the card.
         unit: unit of the values.
-        kind: kind of the chart.
+        kind: ``bars`` or ``lines``.
         note: a sentence; ``""``: none.
         is_whole: whether the axis has only whole numbers; the head then has no unit.
     """

@@ -271,7 +271,7 @@ class _Row:
 
 
 def draw_trends(history: History, span: Span, reports: Sequence[InstanceReport]) -> dict[str, str]:
-    """Return the HTML of small charts of each instance's values, by its key; ``""`` if they are not known."""
+    """Return the HTML of small charts by instance; ``""`` for an instance whose metrics are not known."""
     pieces, unknown = history.count_pieces(span, count_work), history.count_unknown_pieces(span)
     drawn = {}
     for report in reports:
