@@ -37,6 +37,8 @@ _LIVENESS, _WHOLE_SERVER = "liveness", ""
 _READINESS = ("readiness", _EXT_PROC)
 # Maximum size of a message in addition to the body of the request.
 _MESSAGE_BYTES = 1024 * 1024
+# If more messages than this wait to be sent to the gateway, the response is paused.
+MAX_UNSENT = 32
 _JSON = [(b"content-type", b"application/json")]
 
 
@@ -194,6 +196,7 @@ class _Stream:
     def write(self, message: Any) -> None:
         """Send a message to the gateway, as soon as all earlier messages were sent."""
         self._outbox.append(message)
+        self.flow.write_paused = len(self._outbox) > MAX_UNSENT
         self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -215,6 +218,10 @@ class _Stream:
             while self._outbox:
                 await self._context.write(self._outbox.popleft())
                 self._active_at = self.loop.time()
+                if self.flow.write_paused and not self._outbox:
+                    self.flow.write_paused = False
+                    if self._request is not None and self._request.on_ready is not None:
+                        self._request.on_ready()
             if self._is_cut:
                 await self._context.abort(grpc.StatusCode.ABORTED, "the response to the client cannot be completed")
         finally:

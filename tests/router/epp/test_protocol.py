@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.router.conftest import MakeRouter, MakeStandIn, RouterUnderTest
-from tests.router.stand_in import LoopThread, StandIn
+from tests.router.stand_in import LoopThread, StandIn, streams
 from tests.support.certificates import make_certificate
 from tests.support.waiting import wait_until
 
@@ -342,6 +342,26 @@ def test_a_stream_without_a_message_ends(make_client: MakeClient, monkeypatch: p
     monkeypatch.setattr("router.epp.picker.READ_SECONDS", 0.1)
     client = make_client()
     assert read(client, client.open()) is grpc.aio.EOF
+
+
+def test_the_pickers_own_exchange_pauses_while_the_gateway_reads_nothing(
+    make_client: MakeClient, stand_in: MakeStandIn
+) -> None:
+    events = ["x" * 100_000] * 300
+    client = make_client(*(stand_in("mixed", streams(*events)) for _ in range(2)))
+    call = client.open()
+    send(client, call, make_head(), make_body(b'{"messages": [], "stream": true}'))
+    assert [read(client, call).WhichOneof("response") for _ in range(2)] == ["request_headers", "request_body"]
+    send(client, call, make_response_head(500), make_response_body(b"{}"))
+    (serving,) = client.router.app.proxy._live
+    wait_until(lambda: serving.attempt is not None and serving.attempt.answering.exchange.is_paused, "the pause")
+    assert read(client, call).HasField("response_headers")
+    size, is_end = 0, False
+    while not is_end:
+        piece = read(client, call).response_body.response.body_mutation.streamed_response
+        size, is_end = size + len(piece.body), piece.end_of_stream
+    assert size > 300 * 100_000
+    call.cancel()
 
 
 def test_a_refusal_without_a_key_names_the_form_of_the_key(make_client: MakeClient, tmp_path: Path) -> None:
