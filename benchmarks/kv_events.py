@@ -45,7 +45,7 @@ _WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", 
 
 
 def measure(folder: Path, model: Path, situation: str, options: argparse.Namespace, *, has_events: bool) -> list[float]:
-    """Return the differences, in tokens, of the requests of one situation."""
+    """Return for each request of one situation the difference between expected and counted cached tokens."""
     chance = random.Random(7)
     port, events, replays = free_port(), free_port(), free_port()
     config = {

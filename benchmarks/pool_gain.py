@@ -66,7 +66,7 @@ Prompt = Sequence[int]
 
 
 def write_text(blocks: Prompt, block_tokens: int) -> str:
-    """Return a prompt of one word, which is one token, for each token of each block."""
+    """Return a prompt that has these blocks: one word for each token. Equal blocks have equal words."""
     return "".join(f" {word}" for block in blocks for word in random.Random(block).choices(WORDS, k=block_tokens))
 
 

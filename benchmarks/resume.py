@@ -137,7 +137,7 @@ class Result(NamedTuple):
 
 
 def read_stream(fleet: Fleet, path: str, text: str, tokens: int, kill_after: int | None = None) -> Result:
-    """Read one greedy stream; kill its instance after ``kill_after`` choices if that is given.
+    """Read one greedy stream; kill its instance after ``kill_after`` events with text if that is given.
 
     Raises:
         Broken: the stream ended with an error, or twice, or not at all, or its usage is wrong.

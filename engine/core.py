@@ -102,7 +102,7 @@ class EngineCore:
         self._stopped = False
         self._has_failed = False
         self.is_paused = False
-        """Whether the engine accepts no new sequence and no new hand-over. Any thread may read and set this."""
+        """Whether the instance is paused: ``reserve_blocks`` reserves none. Any thread may read and set this."""
         self._broken_blocks: set[int] = set()
         """Blocks with a NaN or an infinity. The engine has a reference on each block until it has set it to zero."""
         self._turned_at = math.inf

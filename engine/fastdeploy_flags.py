@@ -208,7 +208,7 @@ def expand_abbreviations(argv: Iterable[str], known: Iterable[str]) -> list[str]
 
     Args:
         argv: the words of a command line.
-        known: all flags of this engine; they are not changed.
+        known: all flags of this engine, which stay in the result as they are.
 
     Raises:
         ConfigError: several flags of FastDeploy begin with an abbreviation.

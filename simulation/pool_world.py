@@ -777,7 +777,7 @@ class PoolWorld(World):
             instance.process.start_thread(partial(self.check_cleared, instance), "cleared")
 
     def check_cleared(self, instance: _Instance) -> None:
-        """Check that an instance finds no block in any tier that an operator has cleared."""
+        """Check that an instance finds none of the blocks that an operator has cleared, in no tier."""
         for made in self._clears:
             if not made.is_sure or any(
                 start < made.began + 12.0 and end > made.began - _QUIET_SECONDS for start, end in self._troubled

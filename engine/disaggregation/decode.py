@@ -131,7 +131,7 @@ class HandoverReceiver:
     """The decode instance's side of all hand-overs: accepts connections from prefill instances.
 
     Args:
-        memory: the blocks to which prefill instances may write, or None if hand-overs go only through the pool.
+        memory: reserves blocks to which prefill instances may write; None if hand-overs go only through the pool.
         silence_seconds: maximum time without a message from the prefill instance.
         expiry_seconds: time after which the blocks of a hand-over are released if the request has not arrived.
     """

@@ -54,7 +54,7 @@ class BlockMemory:
         core: owns the blocks.
         runner: owns the KV memory.
         transfer: writes bytes to other instances.
-        memory: opens KV memory, or buffers in front of it, for ``transfer``.
+        memory: gives ``transfer`` access to KV memory, directly or through buffers.
         max_reserved: maximum number of blocks that are reserved at the same time for writes of other instances.
     """
 

@@ -78,7 +78,7 @@ class Choices:
         return usage
 
     def describe_transfer(self) -> dict[str, Any]:
-        """Return members to add to the response, by which another instance finds the prompt's KV."""
+        """Return members to add to the response, by which another instance finds the first prompt's KV."""
         return self._generations[0].describe_transfer()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:

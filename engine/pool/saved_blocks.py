@@ -30,7 +30,7 @@ _HELD_SHARE = 0.25
 class SavedBlocks:
     """The blocks of the own cache that were saved to the pool or loaded from it, so that they can be saved again.
 
-    If the pool has lost blocks, a ``Refill``, which saves them again, calls ``list_saved_blocks``, ``save_again``,
+    A ``Refill``, which saves blocks again that the pool has lost, calls ``list_saved_blocks``, ``save_again``,
     ``end_round`` and ``withhold_blocks`` on its own thread. These methods use ``post`` to run their work on the
     engine's thread, and wait until it is done. One save holds at most ``most_held`` blocks.
     """
@@ -54,7 +54,7 @@ class SavedBlocks:
 
         Args:
             names: the names of the blocks.
-            blocks: the numbers of the blocks, as ``Transfers`` counts the blocks of all groups.
+            blocks: the numbers of the blocks in ``Transfers``: ``group * num_blocks + block``.
         """
         num_blocks = self._blocks.num_blocks
         self._saved.update(zip(names, (block // num_blocks for block in blocks), strict=True))

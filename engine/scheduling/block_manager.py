@@ -169,7 +169,7 @@ class BlockManager:
         """Publish a held block under its hash. All tokens of the block must have KV.
 
         Returns:
-            False if the hash already has another block, or the block already has another hash; then nothing is changed.
+            False if the hash already has a block, or the block already has a hash; then nothing is changed.
         """
         if self._references[block] <= 0:
             raise ValueError(f"block {block} cannot be added to the prefix cache: its reference count is 0")

@@ -261,7 +261,7 @@ class Sequence:
 
     @property
     def num_exact(self) -> int:
-        """Number of leading tokens with exact KV. Only exact KV may be shared; sparse attention approximates it."""
+        """Number of leading tokens with exact KV, which may be shared. KV from sparse attention is not exact."""
         return self.num_computed if self.regime is Regime.DENSE else min(self.num_computed, self.num_prompt_tokens)
 
     @property

@@ -33,9 +33,9 @@ class Result:
         ended: virtual time of the end; None: it is running.
         outcome: ``right``, ``error``, ``wrong``, ``cut`` (the response broke off), ``left`` (the client disconnected),
             ``refused`` (no connection); "" while it is running.
-        status: the HTTP status.
-        code: the code of the error.
-        why: description of the fault.
+        status: the HTTP status; 0: no response has begun.
+        code: the code of the error in the response; "" if there is none.
+        why: what is wrong with the response; "" if nothing is.
         text: the text of the answer.
         behind: the previous request on its connection, if the client did not wait for the response to that one.
         has_own_error: whether an instance has answered it with status 500. A client gets this error only if no other

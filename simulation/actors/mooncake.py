@@ -289,7 +289,7 @@ class Mooncake:
             self._drop(key)
 
     def begin_put(self, key: str, nbytes: int, preferred: str | None) -> _Object | int:
-        """Reserve memory for a value; return 0 if the key exists already, or an error code if there is no space."""
+        """Return the place of a new value; 0 if the key exists already, or an error code if there is no space."""
         if key in self.objects:
             return _OK
         used, size = self._measure()
@@ -355,7 +355,7 @@ class Mooncake:
     # Bytes.
 
     def wait_for_bytes(self, nbytes: int) -> None:
-        """Wait for as long as the transfer of ``nbytes`` takes, including the present trouble."""
+        """Wait for as long as the transfer of ``nbytes`` takes, with the delays of the current faults."""
         stalls = self._random.random() < self.trouble.stall_share
         seconds = self._random.uniform(0.0003, 0.001) + nbytes / _BYTES_PER_SECOND
         time.sleep(seconds * max(self._slowness, self.trouble.slowness))

@@ -48,7 +48,7 @@ class SimulatedLoop(base_events.BaseEventLoop):
         self._num_scheduled = 0
         self._num_cancelled = 0
         self._arrived: deque[list[Any]] = deque()
-        """Callbacks from outside that are not ready yet. Each waits for a number of turns after the one before it."""
+        """Callbacks of other threads and the network that wait, each for some turns after the callback before it."""
         self.set_exception_handler(_report)
 
     def run_main(self, main: Coroutine[Any, Any, Any]) -> Any:
@@ -172,7 +172,7 @@ class SimulatedLoop(base_events.BaseEventLoop):
         self._arrived.append([self._ready.pop(), self.process.lags.choice(_SPREAD)])
 
     def _take_arrived(self) -> None:
-        """Make callbacks from outside ready if they have waited long enough, or if no other callback is ready."""
+        """Make callbacks in ``_arrived`` ready if they have waited long enough, or if no other callback is ready."""
         arrived, ready = self._arrived, self._ready
         if arrived and ready:
             arrived[0][1] -= 1

@@ -101,7 +101,7 @@ class Process:
         self.lag_seconds = 0.0
         """Mean delay of its event loops after a wait; half of the waits have a delay."""
         self.spreads_over_turns = False
-        """Whether its event loops spread callbacks of one moment from outside over several turns."""
+        """Whether its event loops need several turns for callbacks that others add at one moment (``loop.py``)."""
         self._num_pauses = 0
 
     def __repr__(self) -> str:

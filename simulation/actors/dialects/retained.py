@@ -29,8 +29,8 @@ MAX_WAIT_SECONDS = 300.0
 class RetainedPrompt:
     """One prompt, from the arrival of its request until it was transferred or dropped.
 
-    It owns a reference on each of its ``blocks``; the hand-over takes them over. The engine may still deliver blocks of
-    a step that was running when the prompt was dropped; those are released immediately.
+    It owns a reference on each of its ``blocks``, until a hand-over takes the references. The engine may still deliver
+    blocks of a step that was running when the prompt was dropped; those are released immediately.
     """
 
     def __init__(self, key: str, request_id: str, prompt: Prompt, memory: BlockMemory | None = None) -> None:
@@ -55,7 +55,7 @@ class RetainedPrompt:
         return self.token is not None and not self.is_dropped
 
     def add_blocks(self, _: int, blocks: Sequence[int]) -> None:
-        """Take ownership of blocks that the engine's listener gets."""
+        """Take ownership of the references on blocks that the engine passes to ``Listener.on_computed``."""
         if self.is_dropped:
             self._release(blocks)
         else:
