@@ -72,13 +72,16 @@ def read_headers(http_headers: Any) -> tuple[dict[bytes, bytes], Headers, bool]:
 
 
 def read_subset(message: Any) -> frozenset[str] | None:
-    """Return the endpoints from which the gateway lets the picker choose; None if it may choose any endpoint."""
+    """Return the endpoints from which the gateway lets the picker choose; None if it may choose any endpoint.
+
+    An endpoint is ``ip:port``. Some gateways omit the port, or write a list as one string.
+    """
     hint = message.metadata_context.filter_metadata.get(_SUBSET_NAMESPACE)
     if hint is None or _SUBSET not in hint.fields:
         return None
     found = hint.fields[_SUBSET]
-    listed = [each.string_value for each in found.list_value.values] or found.string_value.split(",")
-    return frozenset(each.strip() for each in listed)
+    listed = ",".join(each.string_value for each in found.list_value.values) or found.string_value
+    return frozenset(each.strip() for each in listed.split(","))
 
 
 def read_served(message: Any) -> str:

@@ -188,7 +188,8 @@ class GatewayRequest(ClientRequest):
         subset = self._subset
         if subset is None:
             return frozenset()
-        return frozenset(i.key for i in self._router.registry if i.role is not Role.PREFILL and i.key not in subset)
+        may_respond = (instance for instance in self._router.registry if instance.role is not Role.PREFILL)
+        return frozenset(each.key for each in may_respond if not {each.key, each.address.host} & subset)
 
     def forward(self, exchange: GatewayExchange) -> None:
         """Send the gateway the address of the instance, and the changed head and body of the request."""

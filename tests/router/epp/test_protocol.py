@@ -159,7 +159,14 @@ def test_only_instances_of_the_subset_are_chosen(make_client: MakeClient, stand_
         assert read_choice(head) == (wanted, wanted)
 
 
-@pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"]])
+@pytest.mark.parametrize("form", ["10.9.9.9:1,{key}", "127.0.0.1"], ids=["list as a string", "without port"])
+def test_other_forms_of_a_subset_are_understood(make_client: MakeClient, stand_in: MakeStandIn, form: str) -> None:
+    instance = stand_in()
+    head, _ = make_client(instance).exchange([make_head(subset=[form.format(key=instance.key)]), make_body()], 2)
+    assert read_choice(head) == (instance.key, instance.key)
+
+
+@pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ["127.0.0.1:1"]])
 def test_a_subset_without_an_instance_is_503(make_client: MakeClient, stand_in: MakeStandIn, subset: list[str]) -> None:
     (answer,) = make_client(stand_in()).exchange([make_head(subset=subset), make_body()], 1)
     assert answer.immediate_response.status.code == 503
