@@ -135,7 +135,7 @@ class ClearWatch:
                     self._look(marks)
                 except Exception:
                     logger.exception(
-                        "Reading from the pool which namespaces an operator has cleared failed and is tried again"
+                        "The marks of namespaces that an operator has cleared could not be read; this is tried again"
                     )
             marks.close()
 

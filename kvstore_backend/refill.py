@@ -5,8 +5,8 @@ are also in the instances' own caches. Every few seconds, each instance looks up
 If clearly fewer of them are found than in the look-up before, the pool has lost blocks. Then the instance saves all
 blocks again that it still has, the most useful first, in small batches with pauses, as long as the pool accepts them.
 
-A look-up protects a block in Mooncake from eviction for 10 s. So an instance looks up at most a quarter of its blocks,
-and always the same ones. If it looked up all of them, a full pool could evict only newer blocks.
+A look-up protects a block in Mooncake from eviction for 10 s. So an instance looks up at most a quarter of its blocks
+(eight if it has few), and always the same ones. If it looked up all of them, a full pool could evict only newer blocks.
 
 A full pool evicts blocks gradually. These are not saved again, because the pool would evict other blocks for them. So
 only a sudden loss starts a refill, and the pauses between successive refills become longer.
@@ -165,7 +165,7 @@ class Refill:
             self._put_again()
 
     def _may_put_again(self) -> bool:
-        """Read the marks of cleared namespaces; return True if the pool was not cleared.
+        """Read the marks of cleared namespaces; return False if the pool was cleared, or a mark could not be read.
 
         If the pool was cleared, the blocks that the instance has now are never saved again.
         """

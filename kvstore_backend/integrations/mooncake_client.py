@@ -146,7 +146,7 @@ class PooledClient:
         return _DONE
 
     def close(self) -> int:
-        """Close the pool. A second call does nothing."""
+        """Close the pool, and return 0. A second call does nothing."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -256,7 +256,10 @@ class PooledClient:
         return code
 
     def get(self, key: str) -> bytes:
-        """Return the bytes that ``put`` stored under ``key``; b"" if the pool lacks them or the key with their size."""
+        """Return the bytes that ``put`` stored under ``key``.
+
+        The result is b"" if the pool fails, or lacks the bytes or the second key, which has their size.
+        """
         size = self._read_bytes(key + _SIZE_SUFFIX, _SIZE.size)
         return self._read_bytes(key, _SIZE.unpack(size)[0]) if size else b""
 
@@ -265,7 +268,7 @@ class PooledClient:
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
-        """Remove keys, and the sizes that ``put`` stored with them; return a code for each key."""
+        """Remove keys, and the keys under which ``put`` stored their sizes; return a code for each of ``keys``."""
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)

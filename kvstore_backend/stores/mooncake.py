@@ -246,7 +246,7 @@ class MooncakeStore(StorageBackend):
     def _find_larger_targets(
         self, keys: Sequence[str], wanted: list[int], codes: list[int | None], statuses: list[Status]
     ) -> None:
-        """Set ``statuses`` to ``ABSENT`` for values that are smaller than their targets.
+        """Set ``statuses`` to ``ABSENT`` for values that are smaller than their targets, or were removed meanwhile.
 
         Mooncake returns ``_UNREACHABLE`` in two cases: the value is smaller than its target, or the owner of the value
         has crashed. The size shows which case it is, so this method queries one size after another. It stops at the

@@ -53,7 +53,7 @@ INSTALL = (
 """Command that installs Mooncake, for error messages."""
 
 _NO_OFFLOADING = -1300
-# Questions about network interfaces, the size of an entry in the response, and flags in it (netdevice(7)).
+# Requests to the kernel for network interfaces, the size of an entry in the answer, and flags (netdevice(7)).
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFREQ_BYTES = 40
 _IFF_LOOPBACK, _IFF_RUNNING = 0x8, 0x40
@@ -63,7 +63,7 @@ _PROBE_SECONDS = 1.5
 _PAUSE_FACTOR = 20
 # The native client's class, after ``replace_client`` has shown another class to other importers.
 _REPLACED: list[Any] = []
-# Enough for a machine under load. After that time the build has the backend, and tries to connect.
+# A program that runs longer tries to connect, so the build has the backend. Enough for a machine under load.
 _SECONDS = 20.0
 # Messages that a build without the backend logs, and programs that cause the messages.
 _NO_COORDINATOR, _NO_METADATA = "Invalid HA backend entry", "Unable to find metadata storage plugin"

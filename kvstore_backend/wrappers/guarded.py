@@ -70,7 +70,7 @@ _MAX_PAUSE_SECONDS = 2.0
 _MARGIN = 4.0
 _MAX_STRETCH = 5.0
 _REMEMBER_SECONDS = 60.0
-# If a wait ends later than its deadline by this share of it, this process got no CPU time.
+# If a wait ends later than its deadline by this share of the deadline, this process got no CPU time.
 _STARVED_SHARE = 0.2
 # Leaving a Mooncake cluster takes one to two seconds.
 _LEAVE_SECONDS = 5.0

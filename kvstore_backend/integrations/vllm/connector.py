@@ -127,7 +127,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if self._is_plain:
                 events = vllm_config.kv_events_config
                 options["reports_stored"] = events is not None and events.enable_kv_cache_events
-                drafts = vllm_config.speculative_config  # with several groups, it is refused
+                drafts = vllm_config.speculative_config  # for several groups, support.py refuses speculative decoding
                 options["drops_last"] = drafts is not None and drafts.use_eagle_block_drop()
                 options["num_rewritten"] = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
                 self._scheduler = SchedulerHalf(backend, vllm_config.cache_config.block_size, **options)

@@ -102,8 +102,8 @@ class HybridSchedulerHalf(SchedulerHalf):
             for group, missing in zip(self._groups, resume.missing, strict=True):
                 self._counts.add_operation(group.name.replace(" ", "_"), missing=missing)
             logger.info(
-                "Fewer tokens can be loaded than the pool has full-attention blocks for, because it lacks blocks of "
-                "other groups of layers: %s",
+                "Fewer tokens can be loaded than the pool has full-attention blocks for, because the pool lacks "
+                "blocks of other groups of layers: %s",
                 resume.describe(self._groups),
             )
         return _Found((resume.num_tokens - first) // self._block_size, None)
@@ -118,7 +118,7 @@ class HybridSchedulerHalf(SchedulerHalf):
             names = [wanted.name(number, place) for number, place in blocks]
             present = [True] * len(names)
             for pool in self._pools:
-                # Only blocks that the ranks before have are looked up.
+                # Only blocks that all earlier ranks have are looked up.
                 places = [i for i, has in enumerate(present) if has]
                 for i, status in zip(places, pool.exists([names[i] for i in places]) if places else (), strict=True):
                     present[i] = bool(status)
