@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Turn:
-    """One request, before its lengths are scaled. ``reused`` of its prompt's tokens are of the agent's last prompt."""
+    """One request, before its lengths are scaled. Its first ``reused`` prompt tokens are those of the last prompt."""
 
     request_id: str
     start: float

@@ -176,7 +176,7 @@ def lookup(where: str, stack: Stack, rounds: int) -> Row:
 
 
 def lookup_while_open(rounds: int) -> dict[str, float]:
-    """Measure the same look-up while the breaker is open; return the microseconds of the guard and of the pool."""
+    """Measure a look-up while the breaker is open; return the microseconds of ``GuardedBackend`` and ``BlockPool``."""
 
     def refuse() -> StorageBackend:
         raise PoolUnavailable("there is no pool, for this measurement")

@@ -126,7 +126,7 @@ class Fleet:
 
 
 class Broken(Exception):
-    """The error that a stream did not end properly."""
+    """Raised if a stream did not end properly."""
 
 
 class Result(NamedTuple):

@@ -91,7 +91,7 @@ Figures = dict[str, float]
 
 
 class Unable(Exception):
-    """The error that a system cannot serve a case; its text is for the table."""
+    """Raised if a system cannot serve a case; its text is for the table."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ KINDS = {"whole": 40, "stream": 25, "long": 10, "bad": 5, "models": 2, "leaves a
 
 
 class Lost(Exception):
-    """The error that an answer is wrong."""
+    """Raised if an answer is wrong."""
 
 
 class Tally:

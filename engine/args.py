@@ -344,7 +344,7 @@ def _read_retrieval(values: Mapping[str, Any], environ: Mapping[str, str]) -> Re
 
 
 def _report_idle_settings(given: Iterable[str], named: Iterable[str]) -> None:
-    """Sparse attention is off: refuse the settings ``given`` as flags, and warn of those in variables, ``named``."""
+    """Refuse the flags of the settings ``given`` and warn of the variables of ``named``: sparse attention is off."""
     for name in given:
         raise ConfigError(
             f"--retrieval-{name.replace('_', '-')} has no effect without --enable-retrieval; add that flag"

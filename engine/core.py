@@ -426,7 +426,7 @@ class EngineCore:
                 self._connector.start_save(chunk.sequence)
 
     def _withdraw_broken_blocks(self, sequence: Sequence) -> None:
-        """Remove the first broken block of a failed sequence, and all later ones, from prefix cache and pool.
+        """Remove the first broken block of a failed sequence, and all blocks after it, from prefix cache and pool.
 
         A block is broken if it has a NaN or an infinity. Blocks of earlier chunks of the prompt were cached before the
         logits showed the failure. If the sequence has released a block, and the prefix cache has evicted it, the pool

@@ -360,7 +360,7 @@ class _Instance:
 
 
 class _Arena:
-    """Memory for the blocking calls. Its rows are taken, given back and taken again by other calls."""
+    """Memory for blocking calls. Its rows have one block each; a call takes rows, and later calls get them again."""
 
     def __init__(self, draw: random.Random) -> None:
         self.memory: NDArray[np.uint8] = np.zeros((_ARENA_ROWS, _BLOCK_BYTES), dtype=np.uint8)

@@ -325,7 +325,7 @@ def _put_back(defect: Defect, file: Path) -> None:
 def _run_seeds(
     folder: Path, world: str, first: int, cpu_limit: float, jobs: int
 ) -> tuple[tuple[int, str] | None, float, int]:
-    """Run seeds until one fails; return it with its oracle, the processor's seconds, and how many seeds there were."""
+    """Run seeds until one fails; return this seed and the rule that it breaks, the CPU seconds, and how many ran."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     options = ["--world", world, "--first", str(first), "--minutes", "600", "--jobs", str(jobs), "--stop"]
     with subprocess.Popen(
@@ -354,7 +354,7 @@ _FAILURE = re.compile(r"\w+ (\d+): ([\w-]+):")
 
 
 def _read_cpu_seconds(pid: int) -> tuple[float, ...]:
-    """Return the processor's seconds of a process and of its children that have ended."""
+    """Return the CPU seconds of a process and of its children that have ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

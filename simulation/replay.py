@@ -176,7 +176,7 @@ def _list_changes(rings: Iterable[list[Entry]]) -> list[_Change]:
 
 
 def _make_faults(changes: list[_Change], names: dict[str, str], start: float, end: float) -> list[Event]:
-    """Return the orders of operators, and a kill of each unhealthy instance until it was healthy again."""
+    """Return operators' orders and, for each time in which an instance was unhealthy, a kill with a later restart."""
     events = []
     for number, change in enumerate(changes):
         at, name, body = _place(change.time, start), names[change.key], {"instance": f"{names[change.key]}:8000"}

@@ -533,7 +533,7 @@ class RouterWorld(World):
         self.scheduler.call_later(seconds + grace, lambda: router.start(**router.clock))
 
     def on_poison(self, instance: Instance, generation: Generation) -> None:
-        """Crash the instance that got a request with a poisonous prompt, and check how many it has crashed."""
+        """Crash the instance that got a request with a poisonous prompt; check how many instances it has crashed."""
         result = self.by_prompt[tuple(generation.prompt)]
         killed = result.details.setdefault("killed", [])
         if instance.life.start_id not in killed:

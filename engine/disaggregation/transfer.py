@@ -76,7 +76,7 @@ class Transfer:
         """Write to another process. The call blocks until all bytes have arrived, or for 30 s without progress.
 
         Args:
-            session: the ``session`` of the other process.
+            session: ``Transfer.session`` of the other process, its ``host:port``.
             sources: addresses in this process.
             targets: the address in the other process for each source.
             nbytes: number of bytes to write from each source.

@@ -41,8 +41,8 @@ class Prompt:
         hashes: the block hashes of the full blocks.
         digest: a digest of all tokens and of the ``cache_salt``. If it is equal in both instances, the prompts are
             equal. But ``num_tokens`` and ``hashes`` from another instance may still be wrong.
-        sampling: how the first token of the answer is sampled. If the request at the decode instance has the same
-            prompt but samples in another way, it uses the KV but not the token. None: the prefill instance is of a
+        sampling: how the first token of the answer is sampled. If the request at the decode instance samples in another
+            way, the decode instance uses the KV of prefill, but not the token. None: the prefill instance is of a
             version that does not send this.
     """
 

@@ -153,7 +153,7 @@ def _count_incomplete(text: str) -> int:
 class _StopSearch:
     """Finds a stop string in a text that arrives in pieces (Knuth-Morris-Pratt).
 
-    It takes the same time for each character, also if a client sends a stop string that is the whole answer.
+    The time for each character does not depend on the length of the stop string, which clients choose.
     """
 
     def __init__(self, text: str) -> None:

@@ -182,7 +182,7 @@ def eos_token_ids(config: Any, model: Any, vocab_size: int) -> frozenset[int]:
 
 
 def read_defaults(folder: str, generation_config: Any) -> SamplingDefaults:
-    """Return the sampling defaults in a checkpoint's generation_config.json: the same fields that vLLM uses.
+    """Return the sampling defaults in a checkpoint's generation_config.json, from the fields that vLLM uses, too.
 
     Raises:
         ConfigError: a number is out of range.

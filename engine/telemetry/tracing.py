@@ -205,8 +205,8 @@ class Tracer(SpanSender):
         Args:
             phase: name, start, end and attributes of the span.
             epoch: the time when ``time.monotonic`` was 0, in seconds since 1970.
-            context: the context of the span.
-            parent: the context of the parent span, or None if there is none.
+            context: trace id and span id of the new span.
+            parent: trace id and span id of the parent span, or None if there is none.
             is_server: whether the span is of the kind "server", for the whole request.
         """
         times = epoch + phase.start, epoch + phase.end

@@ -35,7 +35,7 @@ _Item = TypeVar("_Item")
 
 
 class _Waiters:
-    """Threads that wait for the same thing."""
+    """The threads that wait for one lock, event or other object."""
 
     __slots__ = ("_threads",)
 

@@ -390,7 +390,7 @@ def _attend_with_scores(
 def register_attention() -> None:
     """Register ``paged_attention`` with transformers, as ``attn_implementation=ATTENTION_NAME``.
 
-    The name is not registered for masks, so transformers creates no masks. Before it creates one, it checks whether
-    the tokens belong to several sequences, and would wait for the device in each step.
+    The name is not registered for masks, so transformers creates no masks. To create masks, it would check whether
+    the tokens belong to several sequences, and wait for the device in each step.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -183,7 +183,7 @@ class _Row:
 
     @classmethod
     def of_chunk(cls, start: int, chunk: ChunkShape, number: int, group: Group) -> _Row:
-        """Describe a chunk in the group with index ``number``. Its first token is at ``start`` in the step's tokens."""
+        """Describe ``chunk`` in group ``number``. The chunk begins at index ``start`` of the step's tokens."""
         size, begin = group.block_size, group.find_first_needed(chunk.num_computed)
         low = max(0, chunk.num_computed - group.span + 1) - begin * size if group.span else 0
         table = chunk.table_of(number)[begin : chunk.count_blocks(size)]

@@ -195,7 +195,7 @@ class Retrieval:
         return self._states[sequence]
 
     def index_blocks(self, sequence: EngineSequence) -> None:
-        """Add the new full blocks of a sequence to the index, and copy them to host memory if it is offloaded.
+        """Add new full blocks of a sequence to the index. If the sequence is offloaded, also copy them to host memory.
 
         The index depends only on the keys in the blocks. So this also works for blocks from the pool, from the prefix
         cache, or from another instance.

@@ -101,7 +101,7 @@ class RetainedPrompt:
         return await asyncio.shield(self._ready)
 
     async def wait_until_taken(self, seconds: float) -> bool:
-        """Wait until D has the prompt; return whether that happened within ``seconds``."""
+        """Wait until decode has the prompt; return whether that happened within ``seconds``."""
         try:
             return await wait_at_most(asyncio.shield(self._taken), seconds)
         except asyncio.TimeoutError:
@@ -119,7 +119,7 @@ class RetainedPrompts:
     """The prompts that this instance retains for decode instances.
 
     Args:
-        memory: the blocks that hand-overs read; None: prompts go through the pool only.
+        memory: writes blocks to decode instances; None: prompts go through the pool only.
     """
 
     def __init__(self, memory: BlockMemory | None = None) -> None:
@@ -165,7 +165,7 @@ class RetainedPrompts:
         asyncio.get_running_loop().call_later(seconds, on_expiry)
 
     async def serve_fetch(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Answer a D that requests a prompt, and transfer the prompt.
+        """Answer a decode instance that requests a prompt, and transfer the prompt.
 
         Raises:
             ValueError, KeyError, TypeError: the message lacks a member, or has an invalid one.
@@ -230,10 +230,10 @@ def retained_prompts_of(receiver: HandoverReceiver) -> RetainedPrompts:
 async def ask_for_prompt(
     host: str, port: int, key: str, request_id: str, address: tuple[str, int], wait_seconds: float
 ) -> str:
-    """Request from P at ``host`` and ``port`` a prompt for D's connector at ``address``, as ``request_id``.
+    """Request the prompt ``key`` from prefill at ``host`` and ``port``, as ``request_id``, for decode's ``address``.
 
     Returns:
-        Why P refuses; "" when the prompt is computed and P will transfer it.
+        Why prefill refuses; "" when the prompt is computed and prefill will transfer it.
     """
     try:
         reader, writer = await open_connection(host, port)
