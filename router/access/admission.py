@@ -5,8 +5,8 @@ priority, clients are served in turn: a client with 1,000 waiting requests delay
 one turn, not by 1,000.
 
 The queue has a maximum length. When it is full, a new request replaces the last request of a lower priority. If there
-is none, the new request replaces the last request of the client with the most queued requests, provided that the new
-request's client has fewer. The total size of the bodies that wait in one process is limited, too.
+is none, it replaces the last request of a client with the same priority that has at least two more requests in the
+queue. Otherwise it is refused. The total size of the bodies that wait in one process is limited, too.
 
 Call ``leave`` for each request that was admitted (``try_enter`` returned True, or ``enter`` returned). All arguments
 are plain data, so that ``AdmissionClient`` can forward the calls to another process.

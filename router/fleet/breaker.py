@@ -31,7 +31,7 @@ class Breaker:
         self.failures = 0
         """Number of failed requests in a row."""
         self.retry_at = -math.inf
-        """Time after which the instance may get a request."""
+        """Time from which the instance may get a request; ``-inf`` while the breaker is closed."""
 
     def admits(self, now: float) -> bool:
         """Return whether the instance may get a request at the time ``now``."""

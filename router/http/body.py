@@ -107,7 +107,7 @@ class InferenceBody(NamedTuple):
     choices: int
     """Upper limit of the number of sequences that the engine generates."""
     large: LargeBody | None = None
-    """The scanned body, with the parts that were removed before parsing; None for a small body."""
+    """Knows which parts of a large body were removed before it was parsed; None for a small body."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -576,8 +576,8 @@ class TokenCount:
     def __init__(self, *, has_ids: bool) -> None:
         """
         Args:
-            has_ids: whether the engine may send the ids of tokens. In the response of another endpoint, ids may be in a
-                part of the request that the engine repeats, so they do not count.
+            has_ids: whether engines can send token ids at this endpoint. At other endpoints, ids do not count, because
+                they may be in a part of the request that the engine repeats.
         """
         self._has_ids = has_ids
         self._by_ids = self._by_text = 0

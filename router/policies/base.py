@@ -113,7 +113,7 @@ class RequestFeatures:
 
 @dataclass(slots=True)
 class InstanceLoad:
-    """The load of one instance by requests from this router that have not ended. Policies only read this load."""
+    """The load of one instance: its requests that have not ended, of all processes that share their counts."""
 
     key: str
     """Address of the instance as ``host:port``."""

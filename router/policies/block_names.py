@@ -29,7 +29,7 @@ _BITS = (1 << 64) - 1
 
 
 def seed_of(lora_name: str, cache_salt: str) -> int:
-    """Return the seed for blocks with this LoRA adapter and this salt; ``""`` if there is none."""
+    """Return the seed for blocks with this LoRA adapter and this salt; ``""`` means no adapter, or no salt."""
     seed = SEED
     if lora_name:
         seed += xxhash.xxh3_64_intdigest(lora_name.encode(errors="backslashreplace"))

@@ -69,7 +69,7 @@ class CachedBlocks(BlockTree):
         """Whether all events of the instance up to now were applied."""
         self._drop_chunks = drop_chunks
         self._lost: list[int] = []
-        """The chunks that were lost by the present removal of blocks."""
+        """The chunks that the instance loses by the removal of blocks that is being processed."""
         self._run_of_chunk: dict[int, Run] = {}
         """For each chunk of an associated prompt, the run in which it ends."""
         self._tips: dict[int, Tip] = {}
@@ -243,7 +243,7 @@ class CachedBlocks(BlockTree):
     def _place_chunks(self, chunks: Sequence[int], run: Run, first_end: float, per_chunk: float) -> None:
         """Associate chunks with the run in which they end.
 
-        The first chunk ends after ``first_end`` tokens of the prompt. A chunk has ``per_chunk`` tokens.
+        Up to the end of the first chunk, the prompt has ``first_end`` tokens. Each chunk has ``per_chunk`` tokens.
         """
         if not self._run_of_chunk.keys().isdisjoint(chunks):
             for chunk in chunks:
@@ -285,7 +285,7 @@ class CachedBlocks(BlockTree):
 
         Args:
             end: number of tokens up to the end of the block.
-            event_end: only events whose last block ends after this number of tokens are searched.
+            event_end: number of tokens up to the end of the last block of the events that are searched.
             known: the last chunk of the prompt that is already associated with a block; None if there is none.
             since: the instance stored the block at this time or later, by the policy's clock.
         """

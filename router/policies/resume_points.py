@@ -32,7 +32,7 @@ class _End(NamedTuple):
     responses: int
     """Number of successive responses that reported fewer cached chunks than the prefix has."""
     counted_at: float
-    """Time at which the last of these responses was counted."""
+    """Time at which the last of ``responses`` was counted."""
 
 
 class ResumePoints:
@@ -51,7 +51,7 @@ class ResumePoints:
         """Whether nothing is known, so that ``find`` returns the end of each prefix."""
 
     def find(self, key: str, chunk: int, end: int) -> int:
-        """Return how many leading chunks of a prefix an instance, or the pool, is expected to use.
+        """Return how many leading chunks of a prefix can probably be used from an instance's cache, or from the pool.
 
         Args:
             key: the instance, or ``POOL``.

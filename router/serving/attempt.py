@@ -108,7 +108,7 @@ class Trouble(enum.Enum):
     REJECTION = "rejection"
     """The instance refused the request because of its content.
 
-    This is any other status that is not a success. FastDeploy's refusals have the status 500 and one of these types.
+    This is any other status that is not a success. From FastDeploy, it is 500 with the type ``invalid_request_error``.
     """
     STALL = "stall"
     """A stream sends no data, although its instance is alive."""

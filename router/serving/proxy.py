@@ -537,7 +537,7 @@ class ServingRequest:
             self._request.cut_response()
 
     def _leave_charged(self, charged: int) -> None:
-        """Report the end of the request to ``admission``, with the used tokens less those charged at its begin."""
+        """Report the end of the request to ``admission``, with the used tokens, less those charged before."""
         uncharged = 0
         try:
             prompt_tokens = self._parsed.features.prompt_tokens if self._parsed is not None else 0

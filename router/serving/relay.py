@@ -220,7 +220,7 @@ class ClientResponse:
             merger.note_cached({name.decode(): int(figure) for name, figure in self._cached_figures.items()})
 
     def finish_from_segments(self, router_headers: bytes) -> None:
-        """Send the end of a response whose last segment was preempted, but has all requested tokens."""
+        """Send the end of a response that has all requested tokens, although its last segment was preempted."""
         assert self.merger is not None
         end = self.merger.make_end()
         if self._cached_figures:

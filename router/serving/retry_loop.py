@@ -480,7 +480,7 @@ class Retries:
             deaths: number of instances that have died, or may have died, in this attempt.
             key: the instance that has failed.
             is_stale: whether this instance had probably closed the connection before the request was sent, and no other
-                instance was working at the request.
+                instance was processing the request.
         """
         if trouble is Trouble.DEATH and not is_stale and self._stale_at == key:
             # The instance has broken an idle connection and then a new one. This is one death and one attempt.

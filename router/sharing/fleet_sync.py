@@ -249,7 +249,7 @@ class FleetSync:
             self._send_record(instance, is_news=False)
 
     def _reset_heartbeats(self, _: str) -> None:
-        """Assume that instances send no heartbeats until their next one: the ended process may have got the last."""
+        """Assume that an instance sends no heartbeats until one arrives: the ended process may have got the last."""
         for instance in self._registry:
             instance.has_heartbeat = False  # until its next heartbeat, it is removed if its probes fail
 

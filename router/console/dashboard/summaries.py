@@ -51,10 +51,10 @@ def estimate_quantile(quantile: float, counts: Mapping[float, float]) -> float |
 
 
 def count_origins(moment: Moment, instance: str = "") -> dict[str, Mapping[str, float]]:
-    """Return the counters of prompt tokens, by instance and then by origin. ``""``: those of all instances.
+    """Return the counters of prompt tokens, by instance and then by origin; only for ``instance`` unless it is ``""``.
 
-    Both instances of a pair count a prompt. So that it is not counted twice in the sum over all instances, a decode
-    instance then only has the tokens that were handed over to it.
+    If all instances are counted, a decode instance only has the tokens that were handed over to it, because its prefill
+    instance counts the prompt, too.
     """
     counted: dict[str, Mapping[str, float]] = {}
     for key, report in moment.instances.items():

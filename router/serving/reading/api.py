@@ -14,7 +14,7 @@ class Api(NamedTuple):
     id_prefix: str
     """Prefix of a sequence's id at FastDeploy's engines: ``<prefix><request_id>_<index>``."""
     token_limits: tuple[str, ...]
-    """Members that limit the generated tokens. To set a limit, the router sets the first, and others only if sent."""
+    """Members that limit the generated tokens. The router sets its own limit in the first, and in others if sent."""
     may_end_early: bool = False
     """Whether an end-of-text token always ends the response, because the API has no ``ignore_eos``."""
     takes_rid: bool = False

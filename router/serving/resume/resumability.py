@@ -38,7 +38,7 @@ def follows_grammar(members: Mapping[str, Any]) -> bool:
 
 
 def find_obstacle(body: InferenceBody, engine: EngineKind, is_chat: bool) -> str:
-    """Return why a stream cannot be resumed if the client has received text of it; ``""`` if it can be resumed."""
+    """Return why a stream of which the client has received text cannot be resumed; ``""`` if it can be resumed."""
     members = body.members
     if not streams_token_ids(engine, is_chat):
         where = "in chat" if engine is EngineKind.SGLANG else ""
