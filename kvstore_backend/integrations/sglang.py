@@ -44,6 +44,7 @@ from prometheus_client import CollectorRegistry
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.version import __version__ as sglang_version
 
+from kvcommon.hints import find_nearest
 from kvstore_backend.backend import ConfigError, Span, Status, Value
 from kvstore_backend.config import PRECISION_VARIABLES, engine_variables, read_config
 from kvstore_backend.integrations.settings import digest_settings, is_quantized, list_facts, read_settings
@@ -62,6 +63,9 @@ __all__ = ["KvstoreHiCache"]
 
 logger = logging.getLogger(__name__)
 
+# Members of the extra configuration: ours, and those of SGLang that are similar to them.
+_OPTIONS = ("pool", "interface_v1", "model_path", "weights_version", "kv_cache_dtype")
+_SGLANGS_OPTIONS = ("backend_name", "module_path", "class_name")
 # Types that host memory has for KV in one of two fp8 formats, or in a format of four bits.
 _PLAIN_BYTES = ("torch.uint8", "torch.int8")
 # If the server's pages have this format, SGLang appends its name to the model's name.
@@ -91,10 +95,15 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         """Read the pool's configuration and the server's settings. ``register_mem_pool_host`` opens the pool.
 
         Raises:
-            ConfigError: the pool's configuration, or the model's folder, cannot be used.
+            ConfigError: a name in the extra configuration is mistyped, or the pool's configuration or the model's
+                folder cannot be used.
         """
         self._storage_config = storage_config
         extra = storage_config.extra_config or {}
+        for name in extra:
+            nearest = find_nearest(name, (*_OPTIONS, *_SGLANGS_OPTIONS))
+            if nearest and name != nearest:  # other members may be SGLang's
+                raise ConfigError(f'unknown key "{name}" in the extra configuration; did you mean {nearest}?')
         config = read_config(extra.get("pool"))
         if config is None:
             raise ConfigError(

@@ -668,11 +668,17 @@ def test_a_closed_backend_finds_and_saves_no_page(attach: Attach) -> None:
     [
         ({"model_path": "Qwen/Qwen2.5"}, 'not a folder on this machine; set "model_path"'),
         ({"pool": "ftp://x"}, "scheme"),
+        ({"weight_version": "2"}, 'unknown key "weight_version".*did you mean weights_version'),
     ],
 )
 def test_an_unusable_configuration_is_refused(attach: Attach, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         attach(HostMemory(), extra)
+
+
+def test_options_of_sglang_are_accepted(attach: Attach) -> None:
+    names = ("allocator", "file_storage_path", "prefetch_threshold", "prefetch_timeout_base", "tp_lcm_size")
+    assert attach(HostMemory(), {"backend_name": "kvstore", **dict.fromkeys(names, 1)}).is_ready
 
 
 def test_memory_without_kv_is_refused(attach: Attach) -> None:
