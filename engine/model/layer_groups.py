@@ -82,7 +82,7 @@ class LayerGroups:
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """For each layer, the index of its group and the place of the layer in a block of the group."""
+        """For each layer, the index of its group, and its index among the layers of a block of this group."""
         return {
             layer: (index, place)
             for index, member in enumerate(self.members)

@@ -166,7 +166,7 @@ class PoolConnector:
         self._transfers.load(names, blocks, on_end, release, decide=decide)
 
     def _list_blocks(self, sequence: Sequence, places: range) -> tuple[list[bytes], list[int]]:
-        """Return names and indices of the blocks of all groups at ``places`` that were not released."""
+        """Return names and ``Transfers`` numbers of the blocks that ``sequence`` has at the indices ``places``."""
         hashes = sequence.hashes()
         names: list[bytes] = []
         blocks: list[int] = []
@@ -318,7 +318,7 @@ class PoolConnector:
         sequence.num_saved = last
 
     def _list_not_withheld(self, sequence: Sequence, first: int, last: int) -> Iterator[range]:
-        """Yield the ranges of places from ``first`` to ``last - 1`` that may be saved: no block in them is withheld."""
+        """Yield the indices from ``first`` to ``last - 1`` whose blocks may be saved (are not withheld), as ranges."""
         is_withheld = self._scheduler.blocks.is_withheld
 
         def any_withheld(place: int) -> bool:

@@ -152,12 +152,12 @@ class PinnedBlocks:
         self._due_at: OrderedDict[bytes, float] = OrderedDict()
 
     def split_blocks(self, sequence: Sequence, first: int, last: int) -> Iterator[tuple[int, int, float]]:
-        """Divide the blocks at places ``first`` to ``last - 1`` into ranges that must be pinned for the same time.
+        """Divide the blocks from index ``first`` to ``last - 1`` into ranges that must be pinned for the same time.
 
         The blocks of a range with a time above 0 are recorded as pinned.
 
         Yields:
-            The first place, the place after the last one, and the time in seconds. The time is 0 if the request has no
+            The first index, the index after the last one, and the time in seconds. The time is 0 if the request has no
             hint for these blocks, or if they were pinned a short time ago.
         """
         if not sequence.request.hints:

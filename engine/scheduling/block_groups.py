@@ -53,9 +53,9 @@ class BlockGroups:
         return chosen if number == 0 else [self.name_block(number, block_hash) for block_hash in chosen]
 
     def list_needed_blocks(self, number: int, first: int, last: int) -> range:
-        """Return the places of the blocks that group ``number`` needs to continue a prompt after ``last`` blocks.
+        """Return the indices of the blocks that group ``number`` needs to continue a prompt after ``last`` blocks.
 
-        Places before ``first`` are left out.
+        Indices below ``first`` are left out.
         """
         return range(min(last, max(first, self.groups[number].find_first_needed(last * self.block_size))), last)
 
@@ -65,9 +65,11 @@ class BlockGroups:
         return sum(end - group.find_first_needed(num_tokens) for group in self.groups)
 
     def list_held_blocks(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Return group index and place of all blocks that a sequence must hold to continue after ``num_tokens`` tokens.
+        """Return the blocks that a sequence must hold to continue after ``num_tokens`` tokens.
 
-        The blocks are ordered by place. The last block of each group may be partly filled.
+        Returns:
+            For each block, the index of its group and its index in the sequence, which orders the result. The last
+            block of each group may be partly filled.
         """
         firsts = [group.find_first_needed(num_tokens) for group in self.groups]
         places = range(min(firsts), -(-num_tokens // self.block_size))

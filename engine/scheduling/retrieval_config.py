@@ -42,7 +42,7 @@ class BlockPartition:
     Attributes:
         num_blocks: number of all blocks; the newest may be partly filled.
         num_initial: number of initial blocks.
-        window_start: place of the first block of the window.
+        window_start: index of the first block of the window.
         num_recalled: number of blocks between the initial blocks and the window that each KV head reads.
     """
 

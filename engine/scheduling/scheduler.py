@@ -250,7 +250,7 @@ class Scheduler:
             self._wait_anew(sequence)
 
     def schedule_step(self) -> list[Chunk]:
-        """Return the chunks of the next step, which have all blocks that they need; empty if nothing can run."""
+        """Return the chunks of the next step, with blocks for all of their tokens; empty if nothing can run."""
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
         for sequence in list(self.running):

@@ -81,9 +81,9 @@ class PagedBatch:
         write_offsets: the position of each token in its block, ``[tokens]``.
         logit_rows: for each chunk that samples, the position of its last token in ``token_ids``. If no chunk samples,
             it has one position, because the model computes the logits of at least one token.
-        tables: the places of the tokens for each group of attention layers, by the index of the group.
-        states: the places of the states for each group of convolution layers, by the index of the group.
-        places: for each layer, the index of its group and its place in a block.
+        tables: where the tokens are in KV memory, for each group of attention layers, by the index of the group.
+        states: where the states are in KV memory, for each group of convolution layers, by the index of the group.
+        places: for each layer, the index of its group, and its index among the layers of a block of this group.
         ignored_window: length of a sliding window that no sequence exceeds, so that its layers have full attention.
             0: there is no such window.
         layers: the layers that were computed so far.
@@ -141,7 +141,7 @@ class PagedBatch:
 
         Args:
             pages: the pages to copy, from ``TablePlan.find_pages``, ``[n]``.
-            layer: the place of the layer in a block.
+            layer: the index of the layer among the layers of a block.
 
         Returns:
             The pages in the given order, ``[n, block_size * head_dim]``. The next call overwrites this memory, because
@@ -200,11 +200,11 @@ def paged_attention(
     transformers calls this function for each layer.
 
     Args:
-        module: the attention layer; its ``layer_idx`` gives the group of the layer and its place in a block.
+        module: the attention layer; its ``layer_idx`` gives the group of the layer and its index in this group.
         query: the queries, ``[1, heads, tokens, head_dim]``, after RoPE.
         key, value: the new K and V, ``[1, kv_heads, tokens, head_dim]``; the keys after RoPE.
         attention_mask: unused; ``paged`` has the masks.
-        paged: the tokens of the step and their places.
+        paged: the tokens of the step and where they are in KV memory.
         scaling: factor of the scores, or None for 1 / sqrt(head_dim).
         sliding_window: the window of the layer; must equal the window of the group, or ``paged.ignored_window``.
         softcap: limit of the scores, as in Gemma 2, or None for no limit.
@@ -288,7 +288,7 @@ def _attend_prefill(
     Args:
         paged: the tokens of the step.
         prefill: the chunk and the places of its tokens in KV memory.
-        layer: the place of the layer in a block.
+        layer: the index of the layer among the layers of a block.
         queries: the chunk's queries, ``[kv_heads, heads per kv_head, tokens, head_dim]``.
         scaling: factor of the scores, or None for 1 / sqrt(head_dim).
         attend: computes attention with soft-capping or sinks; None if the layer has neither.
@@ -320,9 +320,9 @@ def _attend_decodes(
     """Compute attention for one group of decodes.
 
     Args:
-        paged: the tokens of the step and their places.
+        paged: the tokens of the step and where they are in KV memory.
         decodes: the group of decodes.
-        layer: the place of the layer in a block.
+        layer: the index of the layer among the layers of a block.
         queries: the queries, ``[kv_heads, group, N, head_dim]``.
         scaling: factor of the scores, or None for 1 / sqrt(head_dim).
         attend: computes attention; has the arguments of ``scaled_dot_product_attention``.
