@@ -64,7 +64,7 @@ _FORGOTTEN_SECONDS = 30.0
 
 
 class Instance:
-    """All parts of the process of an instance. The constructor creates them from the arguments and loads the model.
+    """An instance with all its parts. The constructor creates the parts as the arguments say, and loads the model.
 
     Raises:
         ConfigError: the arguments or the checkpoint cannot be used.

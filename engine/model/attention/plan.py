@@ -75,7 +75,7 @@ class StepPlan:
     def find_blocks(self, numbers: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return for each block index in ``numbers`` the block in memory, in the same shape.
 
-        The padding is the newest block of the sequence. Any other block might be in use by a load, and might contain
+        For padding it is the newest block of the sequence. Any other block might be in use by a load, and might contain
         NaN, which a mask does not remove.
 
         Args:
