@@ -157,7 +157,7 @@ class LargeBody:
         self.numbers[found[1].decode()] = numbers
 
     def shorten(self) -> bytes:
-        """Return the body without the removed parts. The values are the same, but long texts lack their middle."""
+        """Return the body without the removed parts: long texts have no middle, and arrays in ``numbers`` are empty."""
         if not self._cuts:
             return self._data
         if self._shortened is None:

@@ -45,8 +45,8 @@ class Run:
     names: list[int] = field(default_factory=list)
     """Names of the first blocks, as far as they were computed; see ``block_names``."""
     unnamed: list[tuple[int, int, Tokens]] = field(default_factory=list)
-    """Tokens of blocks that have no names yet, as (first, end, tokens): the blocks are ``hashes[first:end]``. Tokens of
-    the last blocks may be missing, and a function may also return tokens of blocks after ``end``."""
+    """Tokens of blocks that have no names yet, as (first, end, tokens) for the blocks ``hashes[first:end]``. The tokens
+    of the last blocks may be missing. A function ``tokens`` may also return tokens of blocks after ``end``."""
     behind: dict[Run, None] = field(default_factory=dict)
     """The runs whose ``before`` is this run."""
     chunks: dict[int, float] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class BlockTree:
             each.clear()
 
     def _on_lost(self, run: Run, blocks: Sequence[BlockHash], end: int, last: Run | None) -> None:
-        """Called when blocks of a run were removed, or cannot be used, because a block before them was removed.
+        """Called when blocks of a run were removed, or can no longer be used because an earlier block was removed.
 
         Args:
             blocks: these blocks.

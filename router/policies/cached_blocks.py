@@ -224,7 +224,7 @@ class CachedBlocks(BlockTree):
     def _on_lost(self, run: Run, blocks: Sequence[BlockHash], end: int, last: Run | None) -> None:
         """Forget that prompts have these blocks, and record the chunks that the instance has lost.
 
-        Called when blocks of ``run`` were evicted, or cannot be used, because a block before them was evicted.
+        Called when blocks of ``run`` were evicted, or can no longer be used because an earlier block was evicted.
         ``BlockTree._on_lost`` describes the arguments.
         """
         self._leaves.difference_update(blocks)

@@ -55,8 +55,8 @@ class PrefixMatch(NamedTuple):
     own: dict[str, int]
     """Number of leading chunks in the own cache of each instance that has any."""
     ages: list[tuple[int, float]]
-    """Pairs (end, seconds), sorted by ``end``: the chunks up to ``end``, and after the previous pair's end, were last
-    used ``seconds`` ago.
+    """Pairs (end, seconds), sorted by ``end``. The chunks between the previous pair's ``end`` and this ``end`` were
+    last used ``seconds`` ago.
     """
 
 
@@ -64,8 +64,8 @@ class _Node:
     """Successive chunks that were computed by the same instances, and used at the same time.
 
     The nodes are a tree: the chunks before those of a node are the chunks of its ancestors. As a chunk's hash depends
-    on all chunks before it, a node is found by its first hash alone. All nodes are also in a list, from the one that
-    was not used for the longest time to the one that was used last. In this list, a node is before its parent.
+    on all chunks before it, a node is found by its first hash alone. All nodes are also in a list, the least
+    recently used one first. In this list, a node is before its parent.
     """
 
     __slots__ = ("chunks", "holders", "newer", "num_children", "older", "parent", "used_at")
@@ -116,10 +116,10 @@ class PrefixIndex:
     """Maps a prefix to the time of its last use, and to the set of instances that computed it.
 
     The index stores successive chunks together as a node. It removes nodes that were not used for longer than the
-    lifetime; and, if there are too many, those that were not used for the longest time.
+    lifetime; and, if there are too many, the least recently used ones.
 
     A prompt is always added from its first chunk on. So a chunk was never used later, or computed by more instances,
-    than the chunks before it, and the node that was not used for the longest time has no children.
+    than the chunks before it, and the least recently used node has no children.
     """
 
     def __init__(

@@ -378,9 +378,9 @@ class Attempt:
         self.give_up(culprit=instance)
 
     def give_up(self, culprit: Instance | None = None) -> bool:
-        """Close the connections to all instances of the attempt at once, and abort the request at their engines.
+        """Immediately close the connections to all instances of the attempt, and abort the request at their engines.
 
-        ``culprit`` gets no abort, because it has failed. Without the engine's ids of the request, no instance gets one.
+        ``culprit`` gets no abort, because it has failed. Without ``engine_ids``, no instance gets an abort.
 
         Returns:
             Whether an instance other than ``culprit`` may still have been processing the request.

@@ -425,7 +425,7 @@ class _Choice:
             self._group_partners(prefills, [i for i in instances if i.role is Role.DECODE])
             self.first = _Group([prefill for prefill in prefills if prefill.key in self.kinds])
         self.weighted: list[tuple[list[Instance], int]] = []
-        """For each role: its instances in ``weighted``, if there are any, and the number of all its candidates."""
+        """For each role with instances in ``weighted``: these instances, and the number of the role's candidates."""
         for role in {instance.role for instance in weighted}:
             count = sum(instance.role is role for instance in instances)
             self.weighted.append(([i for i in weighted if i.role is role], count))

@@ -239,8 +239,8 @@ class FleetSync:
     def _send_changed_orders(self, key: str) -> None:
         """Send the commands of an instance that has restarted, because the restart may have ended its drain.
 
-        If the instance was removed, its commands have ended, unless only this router has lost it: while the other
-        routers cannot be reached, they may still have it.
+        If the instance was removed, its commands have ended. But while the other routers cannot be reached, they may
+        still have the instance, so its commands stay.
         """
         instance, known = self._registry.get(key), self._known.get(key)
         if instance is None and known is not None:

@@ -237,7 +237,7 @@ class Hub:
             query.deliver(*key, query.answers)
 
     def _send_answers(self, source: str, asker: str, number: int, answers: list[Any]) -> None:
-        """Send answers to the worker ``source``; if it is ``""``, to the router whose worker has asked."""
+        """Send answers to the worker ``source``; if ``source`` is ``""``, to the router of the worker ``asker``."""
         message = ("answers", asker, number, self.name, answers)
         if source:
             self._send_to_worker(source, *message)
