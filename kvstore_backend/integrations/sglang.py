@@ -184,8 +184,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
                 "so nothing is loaded from the pool; start SGLang with --tp-size 1, or without a storage backend",
                 *(config.tp_size, name),
             )
-        buffers = getattr(host_pool, "get_hybrid_pool_buffer", lambda: [host_pool.kv_buffer])()
-        for buffer in buffers:
+        for buffer in _list_buffers(host_pool):
             if buffer is not None and buffer.numel():
                 region = Span(buffer.data_ptr(), buffer.numel() * buffer.element_size())
                 self._pool_of(name).register(*region)
@@ -503,6 +502,15 @@ def _check_host(host: Any, kv_dtype: str) -> None:
             f"this server's KV has the dtype {host.dtype} in host memory, which may mean fp8_e4m3 or fp8_e5m2; start "
             'the server with --kv-cache-dtype, or set "kv_cache_dtype" in the extra configuration'
         )
+
+
+def _list_buffers(host: Any) -> Sequence[Any]:
+    """Return the tensors with the pages of SGLang's object ``host`` (host memory). Some can be None."""
+    if hasattr(host, "get_hybrid_pool_buffer"):
+        buffers: Sequence[Any] = host.get_hybrid_pool_buffer()
+        return buffers
+    # MLA on Ascend cards has the last three, too (layout page_first_kv_split).
+    return [getattr(host, name, None) for name in ("kv_buffer", "v_buffer", "index_k_buffer", "index_k_scale_buffer")]
 
 
 def _describe_state(host: Any) -> str:

@@ -631,6 +631,18 @@ def test_each_buffer_of_a_state_that_is_not_empty_is_registered_once(
     assert store.registered.complaints == []
 
 
+def test_each_buffer_of_mla_on_ascend_cards_is_registered(
+    integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = StrictStore(MemoryStore(1 << 20))
+    monkeypatch.setattr(integration, "open_pool", lambda _, namespace, *__, **___: BlockPool(store, namespace))
+    host = HostMemory("page_first_kv_split")
+    others = torch.ones(4), torch.ones(8), torch.ones(2)
+    host.v_buffer, host.index_k_buffer, host.index_k_scale_buffer = others  # type: ignore[attr-defined]
+    attach(host, is_mla_model=True)
+    assert {each.data_ptr(): each.nbytes for each in (host.kv_buffer, *others)} == store.registered.regions
+
+
 def test_flat_tensors_are_registered_memory(integration: Any, attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StrictStore(MemoryStore(1 << 20))
     guarded = GuardedBackend(lambda: CheckedBackend(store))
