@@ -151,7 +151,10 @@ class RouterServer(uvicorn.Server):
             asyncio.ensure_future(report_progress(self._report_progress)),
         ]
         if self._picker is not None:
-            await self._picker.stop(max(0.0, self._ends_requests_at - time.monotonic()) + FLUSH_SECONDS)
+            grace = max(0.0, self._ends_requests_at - time.monotonic()) + FLUSH_SECONDS
+            stopping = asyncio.ensure_future(self._picker.stop(grace))
+            self.server_state.tasks.add(stopping)  # uvicorn waits for these tasks after it has closed its listeners
+            stopping.add_done_callback(self.server_state.tasks.discard)
         await super().shutdown(sockets)
         for task in meanwhile:
             task.cancel()

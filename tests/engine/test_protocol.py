@@ -36,6 +36,7 @@ from engine.scheduling.request import SamplingDefaults
 from tests.engine.checkpoints import byte_fallback_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 1500
 DEEP = json.loads("[" * 400 + "]" * 400)
@@ -139,7 +140,16 @@ def start(completions: Completions, path: str, body: Any) -> CompletionResponse:
             "use_beam_search",
             "this engine does not support beam search",
         ),
-        ("chat", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "does not support tools"),
+        ("chat", {"messages": MESSAGES, "tools": [FUNCTION]}, "tools", "does not support tools"),
+        ("chat", {"messages": MESSAGES, "tools": [{"name": "f"}]}, "tools.0.function", "Field required"),
+        ("chat", {"messages": MESSAGES, "cache_salt": ""}, "cache_salt", "at least 1 character"),
+        (
+            "text",
+            {"prompt": "a", "min_tokens": 4, "max_tokens": 3},
+            "min_tokens",
+            "it is 4, but the answer has at most 3 tokens",
+        ),
+        ("text", {"prompt": "a", "min_tokens": MAX_MODEL_LEN}, "min_tokens", "it is 64, but the answer has at most"),
         ("chat", {"messages": MESSAGES, "temperature": -1}, "temperature", "greater than or equal to 0, but it is -1"),
         ("chat", {"messages": MESSAGES, "temperature": "hot"}, "temperature", "valid number"),
         ("chat", {"messages": MESSAGES, "top_p": 1.5}, "top_p", "less than or equal to 1, but it is 1.5"),
@@ -299,7 +309,7 @@ def test_a_client_sets_the_variables_of_the_chat_template() -> None:
 def test_the_prompt_contains_tools_only_if_the_model_may_call_them() -> None:
     tokenizer = byte_fallback_tokenizer(chat_template="{{ messages[0].content }}{{ ' river' if tools }}")
     completions = completions_of(tokenizer)
-    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    tools = {"tools": [FUNCTION]}
     lengths = [
         len(start(completions, "chat", {"messages": MESSAGES, **more}).request.prompt_token_ids)
         for more in ({}, tools, {**tools, "tool_choice": "auto"}, {**tools, "tool_choice": "none"})
@@ -380,8 +390,8 @@ TALK = [*MESSAGES, {"role": "assistant", "content": "it flows"}]
         ("chat", {"messages": TALK}),
         ("chat", {"messages": TALK, "add_generation_prompt": False}),
         ("chat", {"messages": TALK, "continue_final_message": True}),
-        ("chat", {"messages": TALK, "tools": [{"type": "function", "function": {"name": "f"}}]}),
-        ("chat", {"messages": TALK, "tools": [{"type": "function"}], "tool_choice": "none"}),
+        ("chat", {"messages": TALK, "tools": [FUNCTION]}),
+        ("chat", {"messages": TALK, "tools": [FUNCTION], "tool_choice": "none"}),
         ("chat", {"messages": TALK, "chat_template_kwargs": {"enable_thinking": True}}),
         ("chat", {"messages": TALK, "add_special_tokens": True}),
         ("chat", {"messages": TALK, "prompt_token_ids": [5, 6, 7]}),
@@ -472,7 +482,7 @@ def test_no_value_of_a_field_raises_an_error_other_than_an_api_error(
         {"logit_bias": {"5": 0}, "response_format": {"type": "text"}, "suffix": "", "echo": False, "model": "any"},
         {name: None for name in FIELDS if name not in ("messages", "prompt")},
         {"tools": [], "tool_choice": "auto", "functions": [], "function_call": "none", "modalities": ["text"]},
-        {"tools": [{"type": "function"}], "tool_choice": "none", "parallel_tool_calls": True, "audio": None},
+        {"tools": [FUNCTION], "tool_choice": "none", "parallel_tool_calls": True, "audio": None},
         {"skip_special_tokens": True, "bad_words": [], "use_beam_search": False, "guided_json": None},
         {"stream_options": {"include_usage": None}, "disaggregate_info": {"decode_ip": None}},
     ],
