@@ -164,6 +164,7 @@ class FleetSync:
         if record["is_removed"]:
             if is_later and instance is not None and not instance.has_heartbeat:
                 self._registry.remove(instance)
+                known.is_void = True
             return
         if ordered > known.ordered:
             known.orders, known.ordered = _read_orders(record), ordered

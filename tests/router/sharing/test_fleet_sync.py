@@ -339,6 +339,21 @@ def test_a_router_that_loses_an_instance_without_redis_does_not_end_its_commands
     assert list_states(first, second) == ["healthy"] * 2
 
 
+def test_a_removal_ends_the_commands_in_all_processes_even_without_redis(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    assert first.client.post("/admin/drain", json={"instance": instance.key}).status_code == 200
+    first.app.link.trouble = second.app.link.trouble = "Redis is gone"
+    (removed,) = first.app.registry
+    forget(first, instance.key)
+    first.app.fleet_sync.announce_removal(removed)  # as service discovery does
+    wait_until(lambda: not list_registered(second), "the removal")
+    instance.register(second.url)
+    assert list_states(first, second) == ["healthy"] * 2
+
+
 @pytest.mark.parametrize(
     ("teller", "has_heartbeat", "is_added"),
     [("another", False, False), ("another", True, True), ("", False, True)],
