@@ -132,6 +132,7 @@ def read_file(path: str | Path, named_by: str = "") -> ParsedConfig:
     where = f'"kvPoolConfig" in {path}'
     if pool is None and isinstance(values.get("BackendConfig"), dict):
         pool, where = values["BackendConfig"].get("kvPoolConfig"), f'"BackendConfig.kvPoolConfig" in {path}'
+        pool = "" if pool is None else pool  # a server without pool
     if pool is not None:
         return _read_mindie_pool(pool, where, Path(path).parent)
     return _translate_names(
@@ -172,10 +173,12 @@ def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
         raise ConfigError(f'{where} has "backend": {backend!r}; it must be mooncake, file, memory, or "" for no pool')
     values: dict[str, object] = {}
     places: dict[str, str] = {}
+    whole = f" in {where}"
     if backend and config_path:
         file = folder / config_path
         content = _load_json_object(file, f" (named by {where})")
-        parsed = _translate_names(content, f" in {file}", binary_sizes=True)
+        whole = f" in {file}"
+        parsed = _translate_names(content, whole, binary_sizes=True)
         values, places = dict(parsed.values), dict(parsed.places)
     elif backend == "mooncake":
         raise ConfigError(
@@ -183,7 +186,7 @@ def _read_mindie_pool(value: object, where: str, folder: Path) -> ParsedConfig:
         )
     if "asyncWrite" in pool:
         values["async_write"], places["async_write"] = pool["asyncWrite"], f"asyncWrite of {where}"
-    return ParsedConfig(backend, values, places, f" in {where}")
+    return ParsedConfig(backend, values, places, whole)
 
 
 def _load_json_object(path: Path, named_by: str) -> dict[str, Any]:

@@ -385,6 +385,17 @@ def test_the_beginning_of_a_response_is_sent_once(first: str) -> None:
     ]
 
 
+def test_the_later_events_of_a_resumed_completion_of_vllm_have_null_for_the_ids_of_the_prompt() -> None:
+    merger = StreamMerger(_body(stream=True, return_token_ids=True))
+    given = merger.feed(_event(text="a", prompt_token_ids=[7], token_ids=[1]))
+    given += merger.feed(_event(text="b", prompt_token_ids=None, token_ids=[2]))
+    merger.begin_segment()  # its instance has died
+    given += merger.feed(_event(text="c", prompt_token_ids=[7, 1, 2], token_ids=[3]))
+    given += merger.feed(_event(text="d", prompt_token_ids=None, token_ids=[4]))
+    choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in given.split(b"\n\n")[:-1]]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[7], None, None, None]
+
+
 def _read_ids(events: bytes) -> list[int]:
     """Return the token ids in the chunks of a chat."""
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events.split(b"\n\n") if event]
