@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ import pytest
 from router.console import main
 from router.launch.program import NO_GRPC
 from tests.router.conftest import MakeStandIn
+from tests.router.stand_in import Behaviour, streams_until
+from tests.support import plain_http
 from tests.support.envoy import Envoy, make_config, running_envoy
 from tests.support.ports import free_port
 from tests.support.processes import Child, child
-from tests.support.waiting import wait_until
+from tests.support.waiting import port_answers, wait_until
 
 pytest.importorskip("grpc", reason="the extra epp is not installed")
 
@@ -36,6 +39,7 @@ class EnvoyWithPicker(Envoy):
     """An Envoy, and its picker in another process."""
 
     picker: Child
+    picker_url: str
 
     def chat(self) -> httpx.Response:
         url = f"{self.url}/v1/chat/completions"
@@ -44,11 +48,11 @@ class EnvoyWithPicker(Envoy):
 
 @pytest.fixture
 def start(stand_in: MakeStandIn, tmp_path: Path) -> Iterator[Callable[..., EnvoyWithPicker]]:
-    """A function that starts two instances, ``kvrouter epp`` and Envoy: ``start(ext_proc, *flags)``."""
+    """A function that starts instances, ``kvrouter epp`` and Envoy: ``start(ext_proc, *flags, behave=behaviour)``."""
     with contextlib.ExitStack() as started:
 
-        def begin(ext_proc: dict[str, Any], *flags: str) -> EnvoyWithPicker:
-            instances = [stand_in(), stand_in()]
+        def begin(ext_proc: dict[str, Any], *flags: str, behave: Behaviour | None = None) -> EnvoyWithPicker:
+            instances = [stand_in("mixed", behave), stand_in("mixed", behave)]
             port, picker_port = free_port(), free_port()
             argv = [*EPP, "--epp-port", str(picker_port), *flags]
             picker = started.enter_context(child(argv, tmp_path / "picker.log"))
@@ -61,7 +65,7 @@ def start(stand_in: MakeStandIn, tmp_path: Path) -> Iterator[Callable[..., Envoy
             config = make_config(port, picker_port, [instance.port for instance in instances], **ext_proc)
             envoy = started.enter_context(running_envoy(tmp_path, config, port))
             gateway = EnvoyWithPicker(envoy.port, envoy.process)
-            gateway.picker = picker
+            gateway.picker, gateway.picker_url = picker, found[1]
             return gateway
 
         yield begin
@@ -97,6 +101,23 @@ def test_a_picker_of_two_workers_chooses_instances_until_sigterm(start: Callable
     wait_until(lambda: gateway.chat().headers.get("x-router-mixed"), "a placement")
     assert {gateway.chat().status_code for _ in range(4)} == {200}
     gateway.picker.signal(signal.SIGTERM)
+    assert gateway.picker.wait() == 0
+
+
+def test_a_stopping_picker_accepts_no_connections_while_a_gateways_request_ends(
+    start: Callable[..., EnvoyWithPicker],
+) -> None:
+    may_end = threading.Event()
+    gateway = start({}, behave=streams_until(may_end))
+    with plain_http.stream(
+        "POST", f"{gateway.url}/v1/chat/completions", json={"messages": [], "stream": True}
+    ) as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        gateway.picker.signal(signal.SIGTERM)
+        wait_until(lambda: not port_answers(int(gateway.picker_url.rpartition(":")[2])), "the HTTP port to close")
+        may_end.set()
+        assert b"".join(pieces) == b"data: [DONE]\n\n"
     assert gateway.picker.wait() == 0
 
 
