@@ -121,6 +121,21 @@ def test_an_empty_backend_of_mindie_is_no_pool(tmp_path: Path) -> None:
         load_config("mooncake", config_path=path, environ={})
 
 
+@pytest.mark.parametrize("backend", [{}, {"kvPoolConfig": None}], ids=["absent", "null"])
+def test_a_server_configuration_of_mindie_without_kv_pool_config_is_no_pool(
+    tmp_path: Path, backend: dict[str, object]
+) -> None:
+    assert read_config(write_json(tmp_path / "config.json", {"BackendConfig": backend}), environ={}) is None
+
+
+def test_an_unknown_key_is_reported_in_the_file_that_mindies_configuration_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_json(tmp_path / "mooncake.json", {**MINDIE, "szie": 1})
+    read(write_json(tmp_path / "config.json", {"BackendConfig": {"kvPoolConfig": MINDIE_POOL}}))
+    assert f'unknown keys in {tmp_path}/mooncake.json, which are not used: "szie"' in caplog.text
+
+
 def test_the_variable_of_mooncake_may_name_a_file_of_vllm(tmp_path: Path) -> None:
     path = write_json(tmp_path / "mooncake.json", VLLM)
     assert load_config("mooncake", environ={"MOONCAKE_CONFIG_PATH": str(path)}).store == mooncake(path)
