@@ -32,10 +32,6 @@ class VllmNames(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
         self._cache_config = {name: str(value) for name, value in cache_config.items()} | {"engine": "0"}
 
-    def describe(self) -> list[Metric]:
-        """Return no metrics. Without this method, a registry with ``auto_describe`` would collect all values here."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Yield vLLM's metrics with their current values."""
         yield self._copy_gauge("vllm:num_requests_running", self._metrics.running)
