@@ -363,7 +363,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
     def _is_shared(self, name: str) -> bool:
         """Return whether all ranks have the same pages of the kind ``name``.
 
-        With MLA they have, except for the state of Mamba, and for KV with heads, as of a draft model without MLA.
+        With MLA they are the same, except the state of Mamba, and KV with heads (of a draft model without MLA).
         """
         if not self._storage_config.is_mla_model or name == PoolName.MAMBA.value:
             return False
