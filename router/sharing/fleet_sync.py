@@ -71,8 +71,11 @@ class FleetSync:
     async def announce_instance(self, instance: Instance) -> None:
         """Send the record of a new registration, and wait until all processes of this router have received it."""
         known = self._known.get(instance.key)
-        if known is not None and not (known.is_void or known.orders.until_restart or instance.orders != _NO_ORDERS):
-            instance.apply_orders(known.orders)
+        if known is not None and not known.is_void and instance.orders == _NO_ORDERS:
+            orders = known.orders
+            if orders.until_restart:  # the instance may have restarted
+                orders = orders._replace(draining=False, until_restart=False)
+            instance.apply_orders(orders)
         self._send_record(instance, is_news=True)
         await self._link.ask_peers("heard")
 

@@ -339,6 +339,21 @@ def test_a_router_that_loses_an_instance_without_redis_does_not_end_its_commands
     assert list_states(first, second) == ["healthy"] * 2
 
 
+def test_a_router_that_loses_an_instance_without_redis_ends_only_a_drain_until_restart(
+    make_router: MakeRouter, stand_in: MakeStandIn
+) -> None:
+    instance = stand_in()
+    first, second = make_router(instance, workers=2).workers
+    for path, order in (("weight", {"weight": 0.5}), ("drain", {"until_restart": True})):
+        assert second.client.post(f"/admin/{path}", json={"instance": instance.key, **order}).status_code == 200
+    first.app.link.trouble = "Redis is gone"
+    forget(first, instance.key)
+    first.app.link.trouble = ""
+    instance.register(first.url)
+    assert [list_registered(worker)[0]["weight"] for worker in (first, second)] == [0.5] * 2
+    assert list_states(first, second) == ["healthy"] * 2
+
+
 def test_a_removal_ends_the_commands_in_all_processes_even_without_redis(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:
