@@ -121,7 +121,7 @@ class KvstoreHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not her
         checkpoint = fingerprint_model(model)
         has_quantized = is_quantized(model, server.get("quantization"))
         settings = read_settings(
-            {**_list_adapters(server), **_read_variables(), **_read_device(has_quantized)},
+            {**_list_adapters(server), **_name_weights(server), **_read_variables(), **_read_device(has_quantized)},
             {*CANNOT_CHANGE_KV, *IN_OTHER_FIELDS},
             FILE_SETTINGS,
         )
@@ -436,6 +436,17 @@ def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(adapters, list | tuple):
         return server
     return {**server, "lora_paths": {str(each.lora_name): str(each.lora_path) for each in adapters}}
+
+
+def _name_weights(server: Mapping[str, object]) -> dict[str, str]:
+    """Return the name of the weights that SGLang loads if they are not a folder: then ``model_path`` tells too little.
+
+    They can be one file of several in the folder (GGUF), or a name at a hub or an object store.
+    """
+    path = str(server.get("model_path") or "")
+    if Path(path).is_dir():
+        return {}
+    return {"weights": Path(path).name if Path(path).is_file() else f"{path} {server.get('revision') or ''}".strip()}
 
 
 def _read_defaults() -> Mapping[str, object]:

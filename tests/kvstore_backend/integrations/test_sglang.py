@@ -281,6 +281,27 @@ def test_two_models_with_the_same_served_name_share_no_pages(attach: Attach, mod
     assert attach(HostMemory(), model_name="a name").batch_exists(["a"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"model_path": "{}/a-Q4.gguf"}, {"model_path": "{}/a-Q8.gguf"}),
+        ({"model_path": "owner/one"}, {"model_path": "owner/other"}),
+        ({"model_path": "owner/one", "revision": "1"}, {"model_path": "owner/one", "revision": "2"}),
+    ],
+    ids=["two files of a folder", "two names", "two revisions"],
+)
+def test_other_weights_with_the_same_configured_folder_share_no_pages(
+    attach: Attach, model: Path, one: dict[str, str], other: dict[str, str]
+) -> None:
+    for name in ("a-Q4.gguf", "a-Q8.gguf"):
+        (model / name).write_bytes(name.encode())
+    digests = set()
+    for settings in (one, other):
+        set_settings({key: text.format(model) for key, text in settings.items()})
+        digests.update(list_digests(attach(HostMemory(), {"model_path": str(model)})))
+    assert len(digests) == 2
+
+
 def test_pages_can_be_flat_tensors(attach: Attach) -> None:
     backend = attach(HostMemory(), {"interface_v1": 0})
     pages = [torch.arange(100.0), torch.arange(100.0) + 1]
