@@ -60,7 +60,8 @@ _IDLE_SECONDS = 0.005
 _SAVE_SHARE = 0.25
 # Saves are still planned for this time after the scheduler's client last reached the pool.
 _TRUST_SECONDS = 5.0
-# A transfer requires further steps of vLLM for this time, which is longer than a call to a working pool.
+# Transfers require further steps of vLLM for this time after one of them began or ended, which is longer than a call to
+# a working pool. vLLM's sleep mode discards the memory of blocks when no further steps are required.
 _PUSH_SECONDS = 30.0
 
 
@@ -177,7 +178,6 @@ class _Pin:
         stored: the blocks of a save, which ``take_stored`` returns when all ranks have stored them, or None if
             ``take_stored`` must not return them.
         num_unsaved: number of ranks that have not stored all blocks.
-        begun_at: time when the transfer was planned.
     """
 
     request_id: str
@@ -187,7 +187,6 @@ class _Pin:
     on_end: Callable[[], None] = field(default=lambda: None)
     stored: Stored | None = None
     num_unsaved: int = 0
-    begun_at: float = field(default_factory=lambda: time.monotonic())  # a lambda, because tests replace the clock
 
 
 class SchedulerHalf:
@@ -252,6 +251,7 @@ class SchedulerHalf:
         self._planned_saves: list[Transfer] = []
         self._pins: dict[int, _Pin] = {}
         self._last_number = 0
+        self._moved_at = -math.inf  # time when the last transfer was planned, or its end was reported
         self._deferred: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # called in the next step
         self._cached: CachedBlocks | None = None
         self._refill: Refill | None = None
@@ -390,6 +390,8 @@ class SchedulerHalf:
                 saved.num_unsaved -= ranks
                 if saved.num_unsaved == 0:
                     self._stored.append(saved.stored)
+        if report.ended:
+            self._moved_at = time.monotonic()
         for number, ranks in report.ended.items():
             pin = self._pins[number]
             pin.ranks -= ranks
@@ -430,10 +432,9 @@ class SchedulerHalf:
 
     @property
     def is_moving(self) -> bool:
-        """Whether vLLM must make steps because a transfer may end soon. A transfer that hangs needs no steps."""
-        oldest = time.monotonic() - _PUSH_SECONDS
-        may_end = not self._deferred.empty() or any(pin.begun_at > oldest for pin in self._pins.values())
-        return self.has_pins and may_end
+        """Whether vLLM must make steps because a transfer may end soon. Transfers that hang need no steps."""
+        is_recent = time.monotonic() - self._moved_at < _PUSH_SECONDS
+        return not self._deferred.empty() or (bool(self._pins) and is_recent)
 
     def take_counts(self) -> dict[str, dict[str, float]]:
         """Return the counts of blocks, bytes and seconds since the last call, by namespace."""
@@ -673,6 +674,7 @@ class SchedulerHalf:
         """Pin ``blocks`` and return the transfer; ``request`` is None for blocks that are saved again after a loss."""
         assert self._blocks is not None
         self._last_number += 1
+        self._moved_at = time.monotonic()
         self._blocks.touch(self._find_blocks(blocks))
         request_id = "" if request is None else request.request_id
         adapter = None if request is None or request.lora_request is None else name_adapter(request.lora_request)

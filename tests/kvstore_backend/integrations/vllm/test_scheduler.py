@@ -502,6 +502,20 @@ class TestPins:
         monkeypatch.setattr(module, "_PUSH_SECONDS", 0.0)
         assert (instance.scheduler.is_moving, instance.scheduler.has_pins) == (False, True)
 
+    def test_steps_continue_while_some_of_the_transfers_in_the_queue_of_a_slow_pool_end(
+        self, instance: Instance, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock()
+        monkeypatch.setattr(module, "time", clock)
+        first, _ = (instance.scheduler._pin_blocks(None, [b"n"], [block], is_load=False) for block in (3, 4))
+        clock.now += 29.0
+        instance.scheduler.on_report(Report(ended=Counter({first.number: 1})))
+        moving = []
+        for seconds in (29.0, 2.0):
+            clock.now += seconds
+            moving.append(instance.scheduler.is_moving)
+        assert moving == [True, False]
+
     def test_steps_continue_while_a_function_waits_for_the_next_step(self, instance: Instance) -> None:
         held = [instance.scheduler.is_moving]
         instance.scheduler._deferred.put(lambda: None)
