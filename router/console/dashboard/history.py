@@ -186,23 +186,31 @@ def _count_steps(
     A source is the router, an instance or a master. Its counters are compared with those in its previous response.
     """
     known: dict[str, Mapping[K, float]] = {}
+    highest: dict[str, Mapping[K, float]] = {}
     for moment in moments:
         grown: dict[K, float] = {}
         for who, counters in read(moment).items():
             before = known.get(who)
-            if before is not None:
-                _add_counts(grown, _grow(before, counters))
+            if before is None or _has_restarted(before, counters):
+                _add_counts(grown, {} if before is None else counters)
+                highest[who] = counters
+            else:
+                reached = highest[who]
+                highest[who] = {name: max(count, reached.get(name, 0.0)) for name, count in counters.items()}
+                _add_counts(grown, {name: count - reached.get(name, 0.0) for name, count in highest[who].items()})
             known[who] = counters
         yield moment.time, grown
 
 
-def _grow(before: Mapping[K, float], after: Mapping[K, float]) -> dict[K, float]:
-    """Return the increase of each counter. If a counter has decreased, its process has restarted: return the new
-    values.
+def _has_restarted(before: Mapping[K, float], after: Mapping[K, float]) -> bool:
+    """Return whether a source has restarted: the sum of the counters that it still has is less than before.
+
+    One counter may decrease without a restart, because vLLM counts cached tokens when a prompt begins, and all of its
+    tokens when it ends: in the meantime fewer tokens seem to be computed. A counter may also end, because its instance
+    is no longer registered at the router.
     """
-    if any(after.get(name, 0.0) < count for name, count in before.items()):
-        return dict(after)
-    return {name: count - before.get(name, 0.0) for name, count in after.items()}
+    names = before.keys() & after.keys()
+    return sum(after[name] for name in names) < sum(before[name] for name in names)
 
 
 def _add_counts(total: dict[K, float], counts: Mapping[K, float]) -> None:

@@ -52,6 +52,24 @@ def test_a_counter_that_restarts_is_counted_from_0() -> None:
     assert count_increase(poll(1018, a=50), poll(1020, a=3)) == [0, 0, 0, 3]
 
 
+def test_a_counter_that_decreases_while_others_increase_is_no_restart() -> None:
+    """vLLM counts the cached tokens of a prompt earlier than all of its tokens."""
+    history = History()
+    counts = {1005.0: (500, 200), 1010.0: (470, 230), 1015.0: (502, 230)}
+    for time in counts:
+        history.add(Moment(time))
+    read = {time: {"a": {"computed": computed, "own": own}} for time, (computed, own) in counts.items()}
+    assert history.count_span(SPAN, lambda moment: read[moment.time]) == {"computed": 2, "own": 30}
+
+
+def test_the_end_of_one_counter_is_no_restart() -> None:
+    history = History()
+    read = {1018.0: {"router": {"a": 70, "b": 10}}, 1020.0: {"router": {"b": 11}}}
+    for time in read:
+        history.add(Moment(time))
+    assert history.count_span(SPAN, lambda moment: read[moment.time]) == {"b": 1}
+
+
 def test_an_increase_before_the_span_is_not_counted() -> None:
     assert count_increase(poll(900, a=0), poll(950, a=7), poll(1020, a=9)) == [0, 0, 0, 2]
 
