@@ -12,7 +12,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import orjson
@@ -24,10 +24,11 @@ from pydantic import (
     GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from engine.scheduling.cache_hints import CacheControl, CacheOptions
 from engine.scheduling.request import GREATEST_PENALTY, LEAST_PENALTY, SamplingDefaults, SamplingParams
@@ -264,6 +265,22 @@ class ResponseFormat(Body):
     type: Literal["text"] = "text"
 
 
+class _Function(Body):
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(Body):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+def _check_tool(tool: Any, check: Callable[[Any], object]) -> Any:
+    """Check a tool, but return the client's own object: the chat template shows all of its members."""
+    check(tool)
+    return tool
+
+
 class GenerationBody(Body):
     """The fields that chat completions and plain completions have in common."""
 
@@ -293,7 +310,7 @@ class GenerationBody(Body):
     completion_token_ids: list[int] | None = None
     """FastDeploy's field for resumption: tokens that another instance generated. They are appended to the prompt."""
     return_token_ids: bool = False
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
     cache_control: CacheControl | None = None
     """How long to cache the prompt's blocks. A message, or a part of its content, may also have this field."""
     prompt_cache_key: str | None = None
@@ -352,7 +369,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[_Tool, WrapValidator(_check_tool)]] | None = None
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
@@ -462,9 +479,7 @@ def check_body(kind: type[_BodyT], value: dict[str, Any]) -> _BodyT:
         # If a field has several types, pydantic reports an error for each of them. The error with the longest path into
         # the value is of the type that the client meant.
         errors = exc.errors(include_url=False)
-        param, error = max(
-            ((_path_of_fault(value, error["loc"]), error) for error in errors), key=lambda found: len(found[0])
-        )
+        param, error = max(((_path_of_fault(value, error), error) for error in errors), key=lambda found: len(found[0]))
         name = name_field(*map(str, param))
         given = "" if error["type"] == "missing" else f", but it is {quote_short(error['input'])}"
         code = "missing_required_parameter" if error["type"] == "missing" else None
@@ -485,17 +500,19 @@ def _find_json_fault(raw: bytes, error: orjson.JSONDecodeError) -> str:
     return str(error)  # such as NaN, which Python accepts
 
 
-def _path_of_fault(value: Any, location: tuple[int | str, ...]) -> list[int | str]:
-    """Return the path of names and indexes to a wrong value in the client's body.
+def _path_of_fault(value: Any, error: ErrorDetails) -> list[int | str]:
+    """Return the path of names and indexes to a wrong or missing value in the client's body.
 
-    It is pydantic's ``location`` without the names of types that pydantic adds for fields with several types.
+    It is pydantic's location without the names of types that pydantic adds for fields with several types.
     """
     path: list[int | str] = []
-    for part in location:
+    for part in error["loc"]:
         with contextlib.suppress(LookupError, TypeError):
             value = value[part]
             path.append(part)
-    return path or [location[0]]
+    if error["type"] == "missing":
+        path.append(error["loc"][-1])
+    return path or [error["loc"][0]]
 
 
 def quote_short(value: object) -> str:

@@ -276,10 +276,14 @@ class Completions:
         if room < 1:
             raise self._too_long(str(len(tokens)), "messages" if isinstance(body, ChatBody) else param)
         self._check_tokens(prompt, param)
+        params = sampling_params(body, max_tokens=room, defaults=self._defaults)
+        if params.min_tokens > params.max_tokens:
+            message = f"min_tokens: it is {params.min_tokens}, but the answer has at most {params.max_tokens} tokens"
+            raise ApiError(400, message, param="min_tokens")
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(tokens),
-            params=sampling_params(body, max_tokens=room, defaults=self._defaults),
+            params=params,
             cache_salt=body.cache_salt or "",
             num_begun=len(body.completion_token_ids or []),
             hints=(*hints, *([CacheHint(len(prompt), body.cache_seconds)] if body.cache_seconds else [])),
