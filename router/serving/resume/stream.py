@@ -443,7 +443,8 @@ class StreamMerger:
         for choice in find_choices(chunk):
             if self._begun:
                 for place in (chunk, choice, find_message(choice)):
-                    place.pop("prompt_token_ids", None)
+                    if "prompt_token_ids" in place:
+                        place["prompt_token_ids"] = None  # engines report them once; vLLM then writes null
                     place.pop(CACHE_COUNTS, None)
                 find_message(choice).pop("role", None)  # clients join the roles of all chunks, as they join the texts
             logprobs = choice.get("logprobs")
