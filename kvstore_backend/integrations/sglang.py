@@ -430,12 +430,12 @@ def _read_server(weights_version: str) -> Mapping[str, object]:
 def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
     """Return the settings with ``lora_paths`` as a mapping: name of each LoRA adapter -> its path.
 
-    In SGLang's own settings, ``lora_paths`` is a list of ``LoRARef`` objects.
+    In SGLang's own settings, ``lora_paths`` is a list of mappings with more members.
     """
     adapters = server.get("lora_paths")
     if not isinstance(adapters, list | tuple):
         return server
-    return {**server, "lora_paths": {str(each.lora_name): str(each.lora_path) for each in adapters}}
+    return {**server, "lora_paths": {str(each["lora_name"]): str(each["lora_path"]) for each in adapters}}
 
 
 def _name_weights(server: Mapping[str, object]) -> dict[str, str]:

@@ -411,7 +411,7 @@ def test_adapters_count_by_the_files_in_their_folders(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "adapter").mkdir()
-    set_settings({"lora_paths": [SimpleNamespace(lora_id="drawn", lora_name="a", lora_path="adapter", pinned=False)]})
+    set_settings({"lora_paths": [{"lora_id": "drawn", "lora_name": "a", "lora_path": "adapter", "pinned": False}]})
     backends = []
     for weights in ("one", "one", "two"):
         (tmp_path / "adapter" / "adapter_model.bin").write_text(weights)
