@@ -13,7 +13,6 @@ import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -29,6 +28,7 @@ from router.console.dashboard.history import History, InstanceReport, Moment, Sp
 from router.console.dashboard.scraper import Scraper
 from router.console.dashboard.summaries import (
     count_origins,
+    count_origins_by_instance,
     estimate_quantile,
     read_router,
     share_origins,
@@ -289,10 +289,10 @@ def _draw_instances(history: History, reports: Sequence[InstanceReport], order: 
     ):
         style = "bold reverse" if name == order else None
         table.add_column(title, justify="right" if is_figure else "left", header_style=style, no_wrap=True)
+    by_instance = count_origins_by_instance(history, SPAN)
     for report in reports:
         listed = report.listed
-        tokens = history.count_span(SPAN, partial(count_origins, instance=listed.key))
-        shares = share_origins(tokens, with_handed_over=True)
+        shares = share_origins(by_instance.get(listed.key, {}), with_handed_over=True)
         table.add_row(
             Text(listed.key),
             Text(listed.role),

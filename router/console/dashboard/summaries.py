@@ -10,10 +10,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from router.console.dashboard.figures import HANDED_OVER, ORIGINS, RouterFigures
-from router.console.dashboard.history import Moment
+from router.console.dashboard.history import History, Moment, Span
 
 __all__ = [
     "count_origins",
+    "count_origins_by_instance",
     "count_work",
     "estimate_quantile",
     "pick_requests",
@@ -84,6 +85,19 @@ def count_work(moment: Moment) -> dict[str, Mapping[tuple[str, str], float]]:
             }
             counted[key] = {(key, name): count for name, count in counts.items()}
     return counted
+
+
+def count_origins_by_instance(history: History, span: Span) -> dict[str, dict[str, float]]:
+    """Return the increase of prompt tokens in a span, by instance and then by origin.
+
+    An instance that does not report its prompt tokens is omitted. The counters of a poll are read once, not once for
+    each instance, because there may be hundreds of instances.
+    """
+    increases: dict[str, dict[str, float]] = {}
+    for (instance, name), increase in history.count_span(span, count_work).items():
+        if name in ORIGINS:
+            increases.setdefault(instance, {})[name] = increase
+    return increases
 
 
 def share_origins(tokens: Mapping[str, float], *, with_handed_over: bool) -> dict[str, float]:

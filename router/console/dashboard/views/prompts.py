@@ -12,7 +12,7 @@ from nicegui.events import ValueChangeEventArguments
 
 from router.console.dashboard.figures import COMPUTED, HANDED_OVER, ORIGINS, OWN_CACHE, POOL
 from router.console.dashboard.history import History, Moment, Span
-from router.console.dashboard.summaries import count_origins, share_origins
+from router.console.dashboard.summaries import count_origins, count_origins_by_instance, share_origins
 from router.console.dashboard.views.charts import Chart, Series
 from router.console.dashboard.views.frame import Context, View
 from router.console.dashboard.views.parts import draw_parts, draw_table, put_head, put_html, put_text
@@ -126,8 +126,9 @@ def _draw_legend(tokens: Mapping[str, float]) -> str:
 
 def _draw_instances(history: History, span: Span) -> str:
     rows = []
+    by_instance = count_origins_by_instance(history, span)
     for key, report in (history.last.instances if history.last else {}).items():
-        tokens = history.count_span(span, partial(count_origins, instance=key))
+        tokens = by_instance.get(key, {})
         shares = share_origins(tokens, with_handed_over=True)
         cells = [format_count(tokens.get(origin, 0.0)) if tokens else NOTHING for origin in ORIGINS]
         rows.append(

@@ -7,10 +7,13 @@ from functools import partial
 
 import pytest
 
+from router.console.dashboard import summaries
 from router.console.dashboard.figures import InstanceFigures, Listed
-from router.console.dashboard.history import InstanceReport, Moment
+from router.console.dashboard.history import History, InstanceReport, Moment, Span
 from router.console.dashboard.summaries import (
     count_origins,
+    count_origins_by_instance,
+    count_work,
     estimate_quantile,
     pick_requests,
     share_origins,
@@ -51,6 +54,25 @@ def test_a_pairs_prompt_counts_once_for_all_instances() -> None:
         "d": {"handed_over": 50},
     }
     assert partial(count_origins, instance="d")(moment)["d"]["own_cache"] == 5
+
+
+def test_the_origins_of_each_instance_are_read_once_from_each_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for a view of hundreds of instances does not grow with the square of their number."""
+    history = History()
+    for time in (10, 20):
+        origins = {"own_cache": 0, "pool": 0, "handed_over": 0, "computed": time}
+        reports = {key: make_report(key, "mixed", origins) for key in ("a", "b")}
+        history.add(Moment(time, instances={**reports, "silent": make_report("silent", "mixed", None)}))
+    read: list[float] = []
+
+    def note_and_count(moment: Moment) -> dict[str, Mapping[tuple[str, str], float]]:
+        read.append(moment.time)
+        return count_work(moment)
+
+    monkeypatch.setattr(summaries, "count_work", note_and_count)
+    increase = {"own_cache": 0, "pool": 0, "handed_over": 0, "computed": 10}
+    assert count_origins_by_instance(history, Span("20 s", 20, 2)) == {"a": increase, "b": increase}
+    assert read == [10, 20]
 
 
 def test_shares_add_up_to_one_with_and_without_direct_transfers() -> None:
