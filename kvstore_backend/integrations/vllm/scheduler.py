@@ -136,6 +136,7 @@ class _Lookup:
         found: number of leading blocks that were found.
         run: the blocks of the last look-up, if some of them come from another sharding; otherwise None.
         decision: whether the found blocks are loaded or computed, or None if that is not decided yet.
+        has_given_up: whether the request does not wait for a prefill instance any more.
     """
 
     first: int
@@ -146,6 +147,7 @@ class _Lookup:
     found: int = 0
     run: Run | None = None
     decision: Decision | None = None
+    has_given_up: bool = False
 
 
 class Stored(NamedTuple):
@@ -533,13 +535,15 @@ class SchedulerHalf:
         missing, now = len(lookup.names) - found, time.monotonic()
         if found > lookup.found:
             lookup.found, lookup.found_at = found, now
-        if missing and now - lookup.found_at >= self._prefill_wait_s:
+        if missing and now - lookup.found_at >= self._prefill_wait_s and not lookup.has_given_up:
+            lookup.has_given_up = True
             logger.warning(
                 "Request %s: %d blocks of its prompt did not arrive from a prefill instance and are computed; check "
                 "that the prefill instance saves to this pool, in this namespace",
                 request.request_id,
                 missing,
             )
+        if lookup.has_given_up:
             return False
         if missing and now - lookup.begun_at >= _AGAIN_SECONDS:
             lookup.begun_at = now

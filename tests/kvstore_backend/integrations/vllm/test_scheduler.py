@@ -245,6 +245,15 @@ class TestDecodeWaitsForPrefill:
         assert decode.scheduler.matched_tokens(request, 0) == 8
         assert answers[0].waited
 
+    def test_the_end_of_the_wait_is_logged_once_however_often_vllm_calls(
+        self, decode: ControlledHalf, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        decode.answer(1)
+        decode.scheduler.matched_tokens(make_request(), 0)
+        decode.clock.now += 10.1
+        assert [decode.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [4] * 3
+        assert [record.message.count("did not arrive") for record in caplog.records] == [1]
+
     def test_decode_waits_for_a_single_missing_block_but_not_for_none(self, decode: ControlledHalf) -> None:
         answer = decode.answer(4)
         assert decode.scheduler.matched_tokens(make_request(), 0) is None
