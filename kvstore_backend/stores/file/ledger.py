@@ -253,6 +253,7 @@ class Ledger:
                 self._recount_blocks(ledger)
             yield ledger
         finally:
+            fcntl.flock(ledger, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the open file
             os.close(ledger)
 
     def _refuse_other_machine(self) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -445,6 +447,32 @@ class TestTheFolder:
         assert in_forked_child(report) == "[<Status.FAILED: 'failed'>] False False"
         assert put(store, "key") == [OK]
 
+    def test_a_child_that_is_forked_during_a_put_does_not_keep_the_folder_locked(
+        self, store: FileStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        is_locked, (reading, writing) = threading.Event(), os.pipe()
+        write_accounts = file_ledger.write_accounts
+
+        def wait_for_child(ledger: int, accounts: file_ledger.Accounts) -> None:
+            is_locked.set()
+            os.read(reading, 1)
+            write_accounts(ledger, accounts)
+
+        def lock_folder() -> str:
+            os.write(writing, b"!")
+            ledger = os.open(folder / "ledger", os.O_RDWR)
+            wait_until(lambda: _can_lock(ledger), "the end of the parent's lock", 10)
+            return "locked"
+
+        monkeypatch.setattr(file_ledger, "write_accounts", wait_for_child)
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(put, store, "key")
+            assert is_locked.wait(30)
+            assert in_forked_child(lock_folder) == "locked"
+            assert answer.result() == [OK]
+        os.close(reading)
+        os.close(writing)
+
     def test_a_foreign_file_among_the_folders_prevents_no_opening(self, store: FileStore, folder: Path) -> None:
         put(store, "key")
         (folder / "blocks" / "README").touch()
@@ -562,6 +590,14 @@ def _record_listed_folders(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> lis
 
 def _has_more(folder: Path, pattern: str, count: int) -> bool:
     return len(list(folder.rglob(pattern))) > count
+
+
+def _can_lock(ledger: int) -> bool:
+    try:
+        fcntl.flock(ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _put_for_ever(store: StorageBackend, prefix: str, nbytes: int) -> None:
