@@ -37,6 +37,9 @@ _LIVENESS, _WHOLE_SERVER = "liveness", ""
 _READINESS = ("readiness", _EXT_PROC)
 # Maximum size of a message in addition to the body of the request.
 _MESSAGE_BYTES = 1024 * 1024
+# Time without messages after which the picker sends a ping to a gateway with running requests, and time limit of the
+# reply. If a gateway's host has died, its requests end then.
+PING_SECONDS = 30.0
 # If more messages than this wait to be sent to the gateway, the response is paused.
 MAX_UNSENT = 32
 _JSON = [(b"content-type", b"application/json")]
@@ -57,6 +60,8 @@ class Picker:
             ("grpc.max_receive_message_length", settings.max_body_bytes + _MESSAGE_BYTES),
             # Envoy's connection_keepalive sends pings while there is no traffic. gRPC would close the connection then.
             ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.keepalive_time_ms", int(1000 * PING_SECONDS)),
+            ("grpc.http2.ping_timeout_ms", int(1000 * PING_SECONDS)),
             ("grpc.so_reuseport", int(settings.num_workers > 1 or bool(settings.shared_state))),
         ]
         self._server = grpc.aio.server(options=options)

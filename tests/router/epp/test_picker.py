@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -323,6 +324,22 @@ def test_a_stream_moves_to_another_instance_if_its_own_hangs(make_gateway: MakeG
         assert response.read().endswith(b"data: [DONE]\n\n")
     assert len(other.received) == 1
     assert is_idle(gateway.router)
+
+
+def test_the_requests_of_a_gateway_that_has_died_end(
+    make_gateway: MakeGateway, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.epp.picker.PING_SECONDS", 0.5)
+    gateway = make_gateway(stand_in("mixed", never_answers))
+    with ThreadPoolExecutor() as clients:
+        answer = clients.submit(gateway.chat)
+        wait_until(lambda: list_loads(gateway.router)[0][0] == 1, "the request")
+        gateway.envoy.process.signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: is_idle(gateway.router), "the end of the request")
+        finally:
+            gateway.envoy.process.signal(signal.SIGCONT)
+        assert answer.result(20).status_code >= 500
 
 
 def test_requests_wait_for_their_turn(make_gateway: MakeGateway, stand_in: MakeStandIn) -> None:
