@@ -538,7 +538,12 @@ def _add_probes(app: FastAPI, router: RouterApp) -> None:
     async def show_metrics() -> Response:
         # The response and the other processes get the same values, so that counters never decrease.
         own = router.metrics.dump()
-        others = await router.link.ask_peers("figures", own)
+        try:
+            others = await router.link.ask_supervisor("figures", own)
+        except asyncio.TimeoutError:
+            # Prometheus would take counters of this process alone for a restart, and later count the others again.
+            message = "the router's other processes did not report their metrics in time"
+            return error_reply(ApiError(503, message, "metrics_incomplete"))
         return Response(await router.metrics.render_text(own, *others), media_type=CONTENT_TYPE)
 
     @app.get("/prometheus_targets")

@@ -166,6 +166,17 @@ class Link:
             content: the argument of this function.
             everywhere: whether to ask the other routers, too.
         """
+        try:
+            return await self.ask_supervisor(topic, content, everywhere=everywhere)
+        except asyncio.TimeoutError:  # in Python 3.10, this is not the built-in TimeoutError
+            return []
+
+    async def ask_supervisor(self, topic: str, content: Any = None, *, everywhere: bool = False) -> list[Any]:
+        """Send a query to the peers, as ``ask_peers`` does.
+
+        Raises:
+            asyncio.TimeoutError: the supervisor does not answer, so it is unknown what the peers have answered.
+        """
         if self.is_alone:
             return []
         self._num_asked += 1
@@ -175,8 +186,6 @@ class Link:
             self.send_message("ask", self.name, number, topic, content, everywhere)
             # The supervisor has its own, shorter timeout, but the supervisor may have died.
             return await asyncio.wait_for(answers, 2 * ANSWER_SECONDS)
-        except asyncio.TimeoutError:  # in Python 3.10, this is not the built-in TimeoutError
-            return []
         finally:
             self._asked.pop(number, None)
 

@@ -206,6 +206,16 @@ def test_metrics_are_sums_over_all_processes(workers: list[RouterUnderTest]) -> 
         assert text.count("# TYPE router_instances gauge") == 1
 
 
+def test_metrics_without_those_of_the_other_processes_are_an_error(
+    workers: list[RouterUnderTest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus would take the smaller counters for a restart, and then count all requests again."""
+    monkeypatch.setattr("router.sharing.link.ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(workers[0].app.link, "send_message", lambda *_: None)
+    response = workers[0].client.get("/metrics")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "metrics_incomplete")
+
+
 def test_the_other_process_knows_the_choice_for_a_prompt(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
     instances = [stand_in(), stand_in()]
     first, second = make_router(*instances, workers=2).workers
