@@ -7,7 +7,8 @@ Exceptions that leave this package::
     └── PoolUnavailable    the store could not be opened (no master, no folder, library missing)
 
 A mistake of the *caller* of ``BlockPool`` (different lengths, a negative size) raises a plain ``ValueError``
-immediately. A failure of the *pool* never raises an exception: the call returns a ``Status``.
+immediately. A failure of the *pool* never raises an exception: the call returns a ``Status``. (A *store* raises
+``PoolUnavailable`` in a call if it closed itself; ``guarded.py`` then opens another one.)
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class BlockPool:
     Calls could return at the deadline if all bytes were copied through the pool's own memory, but copies make every
     call slower: on 2 cores, 32 reads of 1 MiB from a Mooncake client's own memory reached 6.4 GB/s without a copy, and
     3.8 GB/s with a copy. Without late calls there is no wait. A late call ends after 2 s if the master was stopped, and
-    after 30 s if the process with the bytes was stopped. So these methods are for threads that can wait. An engine that
+    after 60 s if the process with the bytes was stopped. So these methods are for threads that can wait. An engine that
     cannot wait uses ``transfers.Transfers``, which reports the result at the deadline and releases the blocks later.
     Look-ups use no memory of the caller, and never take longer than their deadline.
     """
@@ -353,9 +353,10 @@ def open_backend(
     with contextlib.ExitStack() as undo:
         fast = None
         if config.fast is not None:
-            fast = _guard_store(CheckedBackend(open_store(PoolConfig(config.fast)), rejected))
+            tier = PoolConfig(config.fast)
+            fast = _guard_store(lambda: CheckedBackend(open_store(tier), rejected))
             undo.callback(fast.close)
-        guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks())
+        guarded = GuardedBackend(open_with_checks) if background else _guard_store(open_with_checks)
         undo.callback(guarded.close)
         whole: StorageBackend = guarded
         write_behind = None
@@ -392,10 +393,12 @@ def default_backend() -> str:
     return "mooncake" if is_installed() else "file"
 
 
-def _guard_store(opened: StorageBackend) -> GuardedBackend:
+def _guard_store(open_it: Callable[[], StorageBackend]) -> GuardedBackend:
+    """Open a store; return it with deadlines, which open it again if it cannot be used any more."""
     with contextlib.ExitStack() as undo:
-        undo.callback(opened.close)
-        guarded = GuardedBackend(lambda: opened)
+        opened = [open_it()]
+        undo.callback(opened[0].close)
+        guarded = GuardedBackend(lambda: opened.pop() if opened else open_it())
         undo.pop_all()
     guarded.wait_ready(None)
     return guarded

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,15 @@ _MAX_FAILING_SECONDS = 2.0
 # two processors; callers of put wait for 1 s.
 _MAX_RETRIES = 30
 _RETRY_SECONDS = 0.5
-# Longer than any observed native call (30 s, after a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
+# Mooncake waits 60 s for a transfer. Then it returns _UNREACHABLE, but the transfer continues, and may still use the
+# memory of the call, for example when a process that was stopped continues.
+_GIVEN_UP_SECONDS = 59.0
+# Longer than a native call without a transfer (30 s, after a user raised MC_RPC_TIMEOUT_MS to Mooncake's default).
 _MAX_CALL_SECONDS = 40.0
 # Bytes that ``keep`` copies at a time, for values that consist of several spans.
 _STAGING_BYTES = 16 << 20
+# Seconds between two tries to reach the master.
+_PAUSE_SECONDS = 1.0
 # Native clients that must stay open. Python closes a client when its last reference is dropped.
 _LEFT_OPEN: list[Any] = []
 
@@ -71,6 +76,9 @@ class MooncakeStore(StorageBackend):
     ``close`` waits for them. Closing the native client takes one to two seconds and holds Python's global lock (GIL).
     If no master answers, it would take about 15 s; so ``close`` then leaves the native client open until the process
     ends.
+
+    Mooncake gives up a transfer after 60 s without ending it. Then this class closes the native client, which ends the
+    transfer, and the call raises ``PoolUnavailable``: another ``MooncakeStore`` must be opened.
 
     ``put`` returns ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: the value may
     become readable only a moment later.
@@ -93,6 +101,8 @@ class MooncakeStore(StorageBackend):
         self.raised_calls = 0
         """Number of native calls that raised an exception. The first one is logged as an error."""
         self._closed = False
+        self._leaving = threading.Lock()
+        self._has_left = False
         self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
         with contextlib.ExitStack() as undo:
             if self._ssd is not None:
@@ -212,15 +222,40 @@ class MooncakeStore(StorageBackend):
             self._closed = True
             idle = self._calls.wait_for(lambda: self._running == 0, _MAX_CALL_SECONDS)
         if idle and health.ok:
-            self._native.close()
-            if self._ssd is not None:
-                self._ssd.leave()
+            self._leave_cluster()
         else:
             _LEFT_OPEN.append(self._native)
             logger.warning(
                 "The Mooncake client stays open until the process ends: %s",
                 health.detail if idle else f"some of its calls still run after {_MAX_CALL_SECONDS:g} s",
             )
+
+    def _leave_cluster(self) -> None:
+        with self._leaving:
+            if not self._has_left:
+                self._has_left = True
+                self._native.close()
+                if self._ssd is not None:
+                    self._ssd.leave()
+
+    def _end_transfers(self) -> NoReturn:
+        """Close the native client, so that a transfer that it gave up does not use the memory of its call any more.
+
+        Raises:
+            PoolUnavailable: always.
+        """
+        with self._calls:
+            self._closed = True
+            self._calls.wait_for(lambda: self._running == 0)
+        while not self._has_left:
+            try:
+                with connect_to_master(self._settings):
+                    self._leave_cluster()
+            except PoolUnavailable:  # closing would hold Python's lock for 15 s
+                time.sleep(_PAUSE_SECONDS)
+        raise PoolUnavailable(
+            f"a transfer took more than {_GIVEN_UP_SECONDS:g} s, so the Mooncake client was closed to end the transfer"
+        )
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
         # The native call with one buffer per value is not used: it fails if another writer has begun with the same key.
@@ -296,7 +331,11 @@ class MooncakeStore(StorageBackend):
         """Call the native client; return one code per key.
 
         A code is ``None`` if the client is closed, the call raised an exception or returned fewer codes than keys.
+
+        Raises:
+            PoolUnavailable: the client gave up a transfer of the call, and was closed.
         """
+        begun = time.monotonic()
         codes: list[int | None] = []
         with self._enter_call() as may_call:
             if may_call and keys:
@@ -311,6 +350,8 @@ class MooncakeStore(StorageBackend):
                         len(keys),
                         exc_info=True,
                     )
+        if _UNREACHABLE in codes and time.monotonic() - begun > _GIVEN_UP_SECONDS:
+            self._end_transfers()
         codes.extend([None] * (len(keys) - len(codes)))
         return codes
 

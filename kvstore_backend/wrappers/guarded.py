@@ -28,6 +28,8 @@ A caller that needs the answers by a certain time, not by the deadlines here, ma
 While the breaker is open, a call returns after a few microseconds. The keeper, a thread, opens the store or probes it,
 so the pool recovers without calls.
 
+A call of the store may raise ``PoolUnavailable``: the store has closed itself, and the keeper opens another one.
+
 Registering memory is a call with a deadline, like any other. If the store has not registered the memory, because the
 breaker was open, or the call raised an exception or was late, the keeper repeats the call before it closes the breaker.
 So no transfer begins with memory that the store does not know.
@@ -189,7 +191,8 @@ class GuardedBackend(StorageBackend):
     """Wrapper with deadlines and a breaker, around the store that ``open_store`` opens.
 
     Args:
-        open_store: opens the store. The keeper thread calls it again until it does not raise an exception.
+        open_store: opens the store. The keeper thread calls it again until it does not raise an exception, and when a
+            call of the store has raised ``PoolUnavailable``.
         deadlines: time that callers wait for each kind of call.
 
     Attributes:
@@ -349,9 +352,21 @@ class GuardedBackend(StorageBackend):
         return call.answer if is_answered else None
 
     def _start_call(self, store: StorageBackend, work: Callable[[StorageBackend], Any], seconds: float) -> _Call:
-        call = _Call(lambda: work(store), seconds)
+        call = _Call(lambda: self._work_with(store, work), seconds)
         self._calls.put(call)
         return call
+
+    def _work_with(self, store: StorageBackend, work: Callable[[StorageBackend], Any]) -> Any:
+        """Return ``work(store)``; if the store cannot be used any more, return None, and the keeper opens another."""
+        try:
+            return work(store)
+        except PoolUnavailable as exc:
+            with self._changed:
+                if self._store is store:
+                    self._store = None
+                    self._known.clear()
+                    self._open_breaker(str(exc))
+            return None
 
     def _wait_for_call(self, call: _Call, operation: str) -> bool:
         """Wait until ``call`` ends; return False if it did not end before its deadline.
@@ -547,7 +562,7 @@ class GuardedBackend(StorageBackend):
         finally:
             with self._changed:
                 self._registering.discard(address)
-                if known is None:
+                if known is None or self._store is not store:
                     self._known.pop(address, None)
                 else:
                     self._known[address] = known

@@ -22,6 +22,7 @@ import pytest
 from kvstore_backend.backend import PoolUnavailable, Status, StorageBackend
 from kvstore_backend.config import MooncakeSettings, PoolConfig, load_config, read_config
 from kvstore_backend.pool import open_backend, open_store
+from kvstore_backend.stores import mooncake
 from kvstore_backend.stores.mooncake import MooncakeStore
 from tests.support.etcd import running_etcd
 from tests.support.memory import Memory
@@ -98,6 +99,41 @@ class TestTwoProcesses:
                 assert reader.put("key", b"value" * 1000) is OK
                 owner.kill()
             assert reader.get("key", 5000) in (FAILED, ABSENT)
+
+
+class TestTransfersWithoutEnd:
+    """Mooncake returns after 60 s from a transfer that continues; here each failed transfer counts as such a one."""
+
+    def test_the_client_is_closed_before_the_call_of_the_transfer_ends(
+        self, own_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(mooncake, "_GIVEN_UP_SECONDS", 0.0)
+        reader, target = open_store(own_master.config(global_segment_size=0)), Memory(5000)
+        with Peer(partial(open_store, own_master.config())) as owner:
+            assert owner.put("key", b"value" * 1000) is OK
+            owner.kill()
+        with pytest.raises(PoolUnavailable, match="closed to end the transfer"):
+            reader.get(["key"], [target.value])
+        assert isinstance(reader, MooncakeStore)
+        assert reader._has_left
+        assert reader.exists(["key"]) == [FAILED]
+        reader.close()
+
+    def test_a_pool_is_used_again_after_a_transfer_without_end(
+        self, own_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend, target = open_backend(own_master.config(global_segment_size=0), background=False), Memory(5000)
+        with Peer(partial(open_store, own_master.config())) as owner:
+            assert backend.put(["key"], [target.value]) == [OK]
+            owner.kill()
+        monkeypatch.setattr(mooncake, "_GIVEN_UP_SECONDS", 0.0)
+        assert backend.get(["key"], [target.value]) == [FAILED]
+        monkeypatch.undo()
+        wait_until(lambda: backend.is_ready, "another client")
+        with Peer(partial(open_store, own_master.config())):
+            wait_until(lambda: backend.put(["other"], [target.value]) == [OK], "a put")
+            assert backend.get(["other"], [target.value]) == [OK]
+        backend.close()
 
 
 class TestLeases:

@@ -427,6 +427,27 @@ class RegisteringStore(MemoryStore):
         self.is_closed.set()
 
 
+class LostStore(RegisteringStore):
+    """Closes itself in each read."""
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        raise PoolUnavailable("the client was closed")
+
+
+class TestLostStores:
+    def test_another_store_with_the_same_memory_is_opened_after_a_store_has_closed_itself(self) -> None:
+        stores = [LostStore(), RegisteringStore()]
+        guard, memory = GuardedBackend(iter(stores).__next__, DEADLINES), Memory(8)
+        assert guard.wait_ready(30)
+        guard.register(memory.address, memory.nbytes)
+        assert guard.get(["a"], [memory.value]) == [FAILED]
+        assert guard.wait_ready(30)
+        assert guard.get(["a"], [memory.value]) == [ABSENT]
+        assert stores[1].known == {memory.address: (8, False)}
+        assert guard.raised_calls == 0
+        guard.close()
+
+
 class TestMemory:
     def test_a_failed_registration_during_the_opening_is_retried(self) -> None:
         store, opened, go = RegisteringStore(raises=3), [], threading.Event()
