@@ -8,6 +8,29 @@ logs.py       open_log: opens the destination of the router's log
 __main__.py   the entry point of python -m router.launch
 """
 
-from router.launch.program import fd_router, main
+# The modules of this package are loaded when the router starts: __main__ must run before, so that Ctrl-C during their
+# import shows no traceback.
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 __all__ = ["fd_router", "main"]
+
+
+def fd_router(argv: Sequence[str] | None = None) -> int:
+    """Run the router as ``fd-router``. Return the exit status."""
+    from router.launch import program
+
+    return program.fd_router(argv)
+
+
+def main(argv: Sequence[str] | None = None, *, epp_port: int = 0) -> int:
+    """Run the router until SIGTERM or SIGINT. Return the exit status.
+
+    Args:
+        argv: the flags, or None for those of this process.
+        epp_port: the default of the setting with this name.
+    """
+    from router.launch import program
+
+    return program.main(argv, epp_port=epp_port)

@@ -73,7 +73,11 @@ def start_forkserver(module: str) -> None:
     """Start the process from which workers are forked, without waiting for it. It imports ``module`` in advance."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
+    # The new process inherits that it ignores these signals. Ctrl-C reaches it, too, and would end it while it imports.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     forkserver.ensure_running()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class Supervisor:

@@ -178,6 +178,13 @@ def test_an_https_router_logs_its_url_and_ends_at_a_signal_although_a_client_is_
         assert "Traceback" not in process.output
 
 
+def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "uvloop.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run(LAUNCH, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_an_idle_router_with_0_and_no_traceback(running: Child, number: signal.Signals) -> None:
     running.signal(number)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -744,3 +745,22 @@ def test_the_process_that_forks_workers_starts_early_with_their_module() -> None
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert output == "True ['json']\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_process_that_forks_workers_survives_a_signal_while_it_imports(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "signalled.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    code = (
+        "from multiprocessing import get_context\n"
+        "from router.sharing.supervisor import start_forkserver\n"
+        "start_forkserver('signalled')\n"
+        "process = get_context('forkserver').Process(target=print, args=('forked',))\n"
+        "process.start()\n"
+        "process.join()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("forked\n", "")
