@@ -70,7 +70,7 @@ prepare() {
     fi
     if [ "$DRY_RUN" = no ]; then
         [ -n "${KVSTORE_PYTHON-}" ] || "$ROOT/scripts/setup"
-        "$PYTHON" check_ports.py "$@" || exit
+        watched "$PYTHON" check_ports.py "$@"
         # Another example with other ports may run, and needs its logs, which would be removed below.
         mkdir -p "$ROOT/.cache"
         exec 9>"$ROOT/.cache/example.lock"
@@ -196,15 +196,18 @@ find_model() {
         MODEL_NAME=$(find_hub_model) || exit
     fi
     if [ -z "${MAX_MODEL_LEN-}" ] && [ -d "$MODEL_NAME" ] && [ -x "$PYTHON" ]; then
-        MAX_MODEL_LEN=$("$PYTHON" checkpoint.py length "$MODEL_NAME") || exit
+        MAX_MODEL_LEN=$(checkpoint length "$MODEL_NAME") || exit
     fi
 }
+
+# Runs checkpoint.py, which takes a moment. Ctrl-C ends the script after it, without Python's traceback.
+checkpoint() { (trap '' INT && exec "$PYTHON" checkpoint.py "$@"); }
 
 # Prints the folder of MODEL_NAME's checkpoint. Only FastDeploy downloads it, once and before its instances start.
 find_hub_model() {
     if [ "$ENGINE" = kvstore ] && [ -x "$PYTHON" ]; then
-        "$PYTHON" checkpoint.py folder "$MODEL_NAME"
-    elif "$PYTHON" checkpoint.py folder "$MODEL_NAME" 2>/dev/null; then
+        checkpoint folder "$MODEL_NAME"
+    elif checkpoint folder "$MODEL_NAME" 2>/dev/null; then
         return
     elif [ "$DRY_RUN" = yes ]; then
         echo "${FD_MODEL_CACHE:-$HOME}/${MODEL_NAME/#baidu\//PaddlePaddle/}" # the folder of the later download
@@ -217,7 +220,7 @@ print(find(sys.argv[1]))' "$MODEL_NAME" | tail -n 1
 make_model() {
     [ "$MODEL_NAME $DRY_RUN" = "$SMALL_MODEL no" ] || return 0
     say "MODEL_NAME is not set: the instances use a small model with random weights, so its answers have no meaning."
-    "$PYTHON" -m engine.make_model --output "$SMALL_MODEL"
+    watched "$PYTHON" -m engine.make_model --output "$SMALL_MODEL"
 }
 
 # Sets TRANSFER, FastDeploy's name for the way in which prefill transfers KV to decode: rdma, or ipc on one machine.

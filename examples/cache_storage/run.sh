@@ -2,6 +2,7 @@
 # Two standalone instances that share one Mooncake pool: the second loads the blocks that the first computed. Exits 0
 # only if the second loads whole prompts of 2,000 tokens from the pool and gives the same answers as the first. If the
 # model needs more than 0.5 s to compute such a prompt, the second's first token must also come at least 5 times sooner.
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # started with sh, which may be another shell
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh

@@ -3,6 +3,7 @@
 # an answer is generated. It exits 0 only if every request gets its answer, and if afterwards, through the new leader, one
 # instance loads a new prompt that the other computed, and a prompt that was stored before. For the latter, the masters
 # write an operation log to etcd (docs/pool_survival.md has its limits).
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # started with sh, which may be another shell
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh

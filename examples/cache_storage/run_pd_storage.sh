@@ -2,6 +2,7 @@
 # A prefill and a decode instance behind the router, with one Mooncake pool. A conversation of three turns goes through
 # them. Exits 0 only if prefill loads from the pool the blocks that decode generated in the turn before, and if every
 # answer equals the answer of the same model without pool and cache.
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # started with sh, which may be another shell
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh

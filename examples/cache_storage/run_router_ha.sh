@@ -4,6 +4,7 @@
 # router during a stream, and restarts it later. It exits 0 only if every answer equals the answer without pool and
 # cache, each turn from the second on uses cached tokens, both routers list the same four instances, and all processes
 # have ended.
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # started with sh, which may be another shell
 set -euo pipefail
 
 # shellcheck source=examples/cache_storage/common.sh

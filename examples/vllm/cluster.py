@@ -20,9 +20,17 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
-from engine.make_model import default_folder, make_model
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print the traceback of an error, but not of Ctrl-C."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _show_error
+from engine.make_model import default_folder, make_model  # noqa: E402  # it takes a moment, in which Ctrl-C may come
 
 __all__ = [
     *("MODEL", "START_S", "Cluster", "Connector", "Master", "Process", "fail", "metric", "namespaces", "scratch"),

@@ -47,6 +47,31 @@ def test_ctrl_c_during_the_start_leaves_no_process() -> None:
     assert script.left_behind() == []
 
 
+@pytest.mark.parametrize("program", ["check_ports.py", "engine.make_model"])
+def test_ctrl_c_while_a_program_of_the_script_runs_shows_none_of_its_output(tmp_path: Path, program: str) -> None:
+    """Python's programs would show a traceback."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+        case "$*" in
+            -c*) exit 1 ;;
+            *{program}*) ;;
+            *) exit 0 ;;
+        esac
+        trap 'echo Traceback; exit 1' INT
+        echo "started {program}"
+        while :; do sleep 0.1; done
+        """
+    )
+    python.chmod(0o755)
+    with running("run.sh", KVSTORE_PYTHON=str(python), ENGINE="kvstore") as script:
+        script.wait_for(f"started {program}", deadline=60)
+        script.interrupt()
+        assert script.end(60) == 130
+    assert "Traceback" not in script.output
+    assert script.left_behind() == []
+
+
 @needs_ports
 def test_the_logs_of_another_running_example_are_not_removed() -> None:
     log, lock = EXAMPLES / "log_another" / "nohup", ROOT / ".cache" / "example.lock"
@@ -122,6 +147,13 @@ def test_a_wrong_argument_is_refused_in_one_sentence() -> None:
         complaint("run.sh", "--kep")
         == "run.sh: unknown argument '--kep'; there are --keep, --dashboard and --dry-run\n"
     )
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "../retrieval/run.sh"])
+def test_a_script_that_was_started_with_sh_runs_in_bash(script: str) -> None:
+    ended = subprocess.run(["sh", EXAMPLES / script, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("usage: run")
 
 
 # Dry runs.
