@@ -137,7 +137,9 @@ class Chart:
             for number, value in enumerate(values)
         ]
         line = {"color": series.colour, "width": 2, "type": "dashed" if series.is_dashed else "solid"}
-        return {**common, "data": points, "type": "line", "lineStyle": line, "symbol": "circle"}
+        # Without showAllSymbol, ECharts shows only the points above labels of the axis.
+        shown = {"symbol": "circle", "showAllSymbol": True}
+        return {**common, "data": points, "type": "line", "lineStyle": line, **shown}
 
 
 def _make_shade(unknown: int) -> dict[str, Any]:

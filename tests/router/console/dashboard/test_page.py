@@ -206,6 +206,25 @@ def test_traffic_shows_responses_times_and_errors(
     assert page.evaluate(CLIPPED_LABELS) == []
 
 
+def test_a_value_without_neighbours_is_a_point_wherever_it_is(
+    router: RouterUnderTest, engine: Engine, page: Page
+) -> None:
+    open_view(page, "/traffic", "Concurrent requests")
+    engine.may_continue.set()
+    with router.stream() as stream:
+        stream.read()
+    points = page.get_by_role("img", name="Time to the first token").locator("path[d^='M1 0A']")
+    places: set[int] = set()
+
+    def has_moved() -> bool:
+        """Return whether the point was seen at two places: below it, "now" was a label of the axis only at first."""
+        boxes = points.evaluate_all("found => found.map(each => each.getBoundingClientRect().toJSON())")
+        places.update(round(box["x"]) for box in boxes if box["width"] > 1)
+        return len(places) > 1
+
+    wait_until(has_moved, "the point at its second place", 30.0)  # after 60 s, it is below the next label
+
+
 def test_drain_resume_and_weight_need_a_confirmation(router: RouterUnderTest, instance: StandIn, page: Page) -> None:
     open_view(page, "/fleet", instance.key)
     row = page.get_by_role("listitem").filter(has_text=instance.key)
