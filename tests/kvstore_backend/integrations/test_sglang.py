@@ -226,6 +226,7 @@ def test_a_rank_of_an_mla_model_does_not_read_another_ranks_heads_of_the_draft_m
     ranks = [attach(HostMemory(), is_mla_model=True, tp_size=2, tp_rank=rank) for rank in range(2)]
     for rank in ranks:
         rank.register_mem_host_pool_v2(HostMemory(), "draft")
+    wait_until(lambda: all(rank.is_ready for rank in ranks), "the pools of the draft model")
     transfer = SimpleNamespace(name="draft", host_indices=indices(0), keys=["a"])
     assert [rank.batch_set_v2([transfer]) for rank in ranks[:1]] == [{"draft": [True]}]
     assert [rank.batch_get_v2([transfer]) for rank in ranks] == [{"draft": [True]}, {"draft": [False]}]
