@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable
 import uvicorn
 from fastapi import FastAPI, Request
 from nicegui import ui
+from starlette.datastructures import MutableHeaders
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.views import VIEWS, Site, View, open_frame
@@ -81,7 +82,8 @@ class _HostGuard:
     """Accepts only requests whose host is an IP address, ``localhost`` or the configured name.
 
     This prevents DNS rebinding: the owner of another site could let its host name point to this machine. The browser of
-    a visitor would then treat both sites as one origin, and the other site could read this page.
+    a visitor would then treat both sites as one origin, and the other site could read this page. Browsers also do not
+    show the page in a frame of another site, which could hide it, and let the visitor click on its buttons.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -97,7 +99,13 @@ class _HostGuard:
                 refusal = PlainTextResponse(text, status_code=421)
                 await refusal(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+
+        async def send_unframed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["content-security-policy"] = "frame-ancestors 'none'"
+            await send(message)
+
+        await self._app(scope, receive, send_unframed)
 
     def _is_known(self, name: str) -> bool:
         if name in self._names:

@@ -480,3 +480,11 @@ def test_the_dashboard_answers_only_requests_to_its_own_address(dashboard: Dashb
     """Otherwise, a foreign page with a name that resolves to this machine could read the dashboard (DNS rebinding)."""
     assert plain_http.get(dashboard.url, headers={"host": "elsewhere.example"}).status_code == 421
     assert plain_http.get(dashboard.url, headers={"host": "localhost:1"}).status_code == 200
+
+
+def test_another_site_cannot_show_the_dashboard_in_a_frame(dashboard: Dashboard, page: Page) -> None:
+    """Otherwise, it could make its visitors click on the buttons of the hidden frame."""
+    page.set_content(f"<iframe src={dashboard.url}/fleet></iframe>")
+    wait_until(lambda: len(page.frames) > 1 and page.frames[1].url != "about:blank", "the frame")
+    page.frames[1].wait_for_load_state()
+    assert "KV pool" not in page.frames[1].content()
