@@ -329,7 +329,7 @@ def test_a_stream_moves_to_another_instance_if_its_own_hangs(make_gateway: MakeG
 def test_the_requests_of_a_gateway_that_has_died_end(
     make_gateway: MakeGateway, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.epp.picker.PING_SECONDS", 0.5)
+    monkeypatch.setattr("router.epp.picker.PING_SECONDS", 2.0)
     gateway = make_gateway(stand_in("mixed", never_answers))
     with ThreadPoolExecutor() as clients:
         answer = clients.submit(gateway.chat)
