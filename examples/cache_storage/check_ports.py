@@ -1,4 +1,4 @@
-"""``check_ports.py NAME=PORT...``: exits 0 when a server can listen on every port, or 1 with a message if it cannot.
+"""``check_ports.py NAME=PORT...``: exits 0 when a server can listen on every port, or 1 with a line for each used port.
 
 The scripts use FastDeploy's port numbers. Linux may give the same numbers to the client ends of connections. A client
 end keeps its port for a minute after it was closed. If no server listens on a port that is in use, this program thus
@@ -51,9 +51,8 @@ def become_free(name: str, port: int) -> bool:
     return True
 
 
-def describe_user(port: int) -> str:
-    """Describe the process that listens on the port, as far as /proc shows it. Often it is another run of a script."""
-    pid = find_listener(port)
+def describe_user(pid: int | None) -> str:
+    """Describe the process that listens on a port, as far as /proc shows it. Often it is another run of a script."""
     if pid is None:
         return "; ss -tanp shows the process"
     command = read_command(pid)
@@ -61,7 +60,18 @@ def describe_user(port: int) -> str:
     for parent in list_parents(pid):
         if (script := re.search(r"run\w*\.sh", read_command(parent))) is not None:
             return f"{process}, of {script[0]} (process {parent}): end that first, with Ctrl-C or kill {parent}"
+    if is_left_over(pid):
+        return f"{process}, which a killed script has left: end that first, with kill {pid}"
     return f"{process}: end that first, or take other ports"
+
+
+def is_left_over(pid: int) -> bool:
+    """Return whether a script started the process: in this folder, and in a session of its own, which outlives it."""
+    with contextlib.suppress(OSError):
+        return (
+            Path(f"/proc/{pid}/cwd").resolve(strict=True) == Path(__file__).resolve().parent and os.getsid(pid) == pid
+        )
+    return False
 
 
 def find_listener(port: int) -> int | None:
@@ -99,11 +109,14 @@ def list_parents(pid: int) -> Iterator[int]:
 
 
 def main() -> None:
-    """Check the ports in the order of the command line."""
+    """Check all ports, and describe those in use in the order of the command line."""
+    used = []
     for entry in sys.argv[1:]:
         name, _, port = entry.rpartition("=")
         if not become_free(name, int(port)):
-            sys.exit(f"port {port}, wanted for {name}, is in use{describe_user(int(port))}")
+            used.append(f"port {port}, wanted for {name}, is in use{describe_user(find_listener(int(port)))}")
+    if used:
+        sys.exit("\n".join(used))
 
 
 if __name__ == "__main__":

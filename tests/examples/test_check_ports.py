@@ -15,9 +15,9 @@ from tests.support.waiting import port_answers, wait_until
 CHECK = Path(__file__).parents[2] / "examples" / "cache_storage" / "check_ports.py"
 
 
-def check(port: int) -> str:
-    """Return the message about a port that is in use."""
-    command = [sys.executable, str(CHECK), f"router={port}"]
+def check(*ports: int) -> str:
+    """Return the message about ports that are in use."""
+    command = [sys.executable, str(CHECK), *(f"router={port}" for port in ports)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     return ended.stderr.strip()
@@ -41,3 +41,28 @@ def test_the_message_about_another_run_of_a_script_says_how_to_end_it(tmp_path: 
         assert (
             f"of run_pd_storage.sh (process {running.pid}): end that first, with Ctrl-C or kill {running.pid}" in said
         )
+
+
+def test_every_used_port_is_named_with_the_process_that_a_killed_script_has_left() -> None:
+    ports = [free_port(), free_port()]
+    servers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)],
+            cwd=CHECK.parent,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for port in ports
+    ]
+    try:
+        wait_until(lambda: all(map(port_answers, ports)), "the servers")
+        said = check(*ports).splitlines()
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    assert len(said) == 2
+    for line, port, server in zip(said, ports, servers, strict=True):
+        assert line.startswith(f"port {port}, wanted for router, is in use by process {server.pid} (")
+        assert line.endswith(f", which a killed script has left: end that first, with kill {server.pid}")
