@@ -569,7 +569,7 @@ def _add_admin(app: FastAPI, router: RouterApp) -> None:
         app.post(path, name=path.rpartition("/")[2])(carry_out_order)
 
     @app.get("/admin/drain")
-    async def show_progress(instance: str) -> Response:
+    async def show_progress(instance: str = "") -> Response:
         return json_reply(200, describe_drain(router.registry, instance))
 
     @app.post("/admin/clear_prefix_cache")

@@ -214,6 +214,11 @@ class TestDraining:
         assert message in answer.json()["error"]["message"]
 
 
+def test_a_query_for_a_drain_without_an_instance_is_one_sentence(make_router: MakeRouter) -> None:
+    answer = make_router().client.get("/admin/drain")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_instance")
+
+
 def test_prometheus_targets_lists_the_metrics_port_and_the_role_of_each_instance(
     make_router: MakeRouter, stand_in: MakeStandIn
 ) -> None:

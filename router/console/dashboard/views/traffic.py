@@ -114,7 +114,7 @@ def _draw_errors(history: History, span: Span, total: Mapping[str, float]) -> st
         if count and not status.startswith(("2", "3"))
     ]
     for name, counts in (
-        ("Attempts failed, retried elsewhere", retries),
+        ("Attempts that failed before the first byte", retries),
         ("Streams interrupted, resumed elsewhere", resumed),
     ):
         rows += [[name, escape(instance), format_count(count)] for instance, count in sorted(counts.items()) if count]
