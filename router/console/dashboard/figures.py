@@ -263,6 +263,9 @@ def _read_origins(samples: Samples, *, takes_over: bool) -> dict[str, float] | N
     if prompt is None:
         return None
     own, outside = _sum_all(samples, _OWN) or 0.0, _sum_all(samples, _POOL) or 0.0
+    # SGLang counts the tokens from all caches; recent versions say how many of them are from its storage, the pool.
+    storage = _sum_by(samples.get("sglang:cached_tokens_total", ()), "cache_source").get("storage", 0.0)
+    own, outside = own - storage, outside + storage
     pool, handed_over = (0.0, outside) if takes_over else (outside, 0.0)
     return {OWN_CACHE: own, POOL: pool, HANDED_OVER: handed_over, COMPUTED: max(0.0, prompt - own - outside)}
 
