@@ -74,7 +74,7 @@ def test_the_url_of_an_instances_metrics_follows_from_its_registration() -> None
             {"own_cache": 70, "pool": 0, "handed_over": 0, "computed": 30},
         ),
         (
-            'sglang:prompt_tokens_total{is_streaming="true"} 100\nsglang:cached_tokens_total{cache_source="device"} 40\n'
+            'sglang:prompt_tokens_total 100\nsglang:cached_tokens_total{cache_source="device"} 40\n'
             'sglang:cached_tokens_total{cache_source="host"} 10\n'
             'sglang:cached_tokens_total{cache_source="storage"} 20\n',
             {"own_cache": 50, "pool": 20, "handed_over": 0, "computed": 30},
