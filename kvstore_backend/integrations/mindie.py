@@ -113,8 +113,8 @@ def find_mistakes(path: str | Path) -> Iterator[Mistake]:
     yield from _check_models(backend, path)
     if pool["backend"] != _BACKEND:
         yield Mistake(
-            f'{where} has "backend": {pool["backend"]!r}; it must be {_BACKEND}, the only backend of MindIE, '
-            'or "" for no pool'
+            f'{where} has "backend": {pool["backend"]!r}; it must be {_BACKEND}, the only backend of MindIE that this '
+            'project can read and check, or "" for no pool'
         )
         return
     yield from _check_pool(pool, where, path)
