@@ -67,7 +67,7 @@ def test_the_prefix_cache_can_be_one_of_several_plugins(tmp_path: Path, plugins:
         (lambda b, m: models(b).append({"modelName": "two"}), r"ModelConfig\[1\]"),
         (lambda b, m: b.pop("ModelDeployConfig"), "names no model"),
         (lambda b, m: b["kvPoolConfig"].update(configPath="lost.json"), "lost.json.* does not exist"),
-        (lambda b, m: b["kvPoolConfig"].update(backend="unifiedcache"), "'unifiedcache'; it must be mooncake, .* that this"),
+        (lambda b, m: b["kvPoolConfig"].update(backend="unifiedcache"), "'unifiedcache'; .* MindIE that this project"),
         (lambda b, m: b["kvPoolConfig"].update(asyncWrite="perhaps"), "asyncWrite .* the value must be true or false"),
         (lambda b, m: b.update(npuDeviceIds=[0, 1]), "a list of card ids for each instance"),
         (lambda b, m: m.pop("local_hostname"), '"local_hostname" is not in .* MindIE has no default'),
