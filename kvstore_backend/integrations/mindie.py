@@ -16,6 +16,7 @@ source. MindIE itself needs Ascend cards and was not run for this module.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ _REQUIRED_VALUES: dict[str, object] = {
     "protocol": "ascend",
     "use_ascend_direct": True,
 }
+# MindIE's rule for a size that is text.
+_SIZE = re.compile(r"\s*[0-9]+(\.[0-9]+)?\s*([TGMK]?B)?\s*", re.IGNORECASE)
 
 
 class Mistake(NamedTuple):
@@ -192,6 +195,11 @@ def _check_values(values: dict[str, Any], file: Path) -> Iterator[Mistake]:
             yield Mistake(f'"{name}" is not in {file}, and MindIE needs it: {remedy}')
         elif values[name] != required or type(values[name]) is not type(required):
             yield Mistake(f'"{name}" in {file} is {values[name]!r}; MindIE accepts only {required!r}: {remedy}')
+    size, buffer = values.get("global_segment_size"), values.get("local_buffer_size")
+    if isinstance(size, str) and not _SIZE.fullmatch(size):
+        yield Mistake(f'"global_segment_size" in {file} is {size!r}; MindIE knows only B, KB, MB, GB and TB, as in 4GB')
+    if isinstance(buffer, str):
+        yield Mistake(f'"local_buffer_size" in {file} is {buffer!r}; MindIE accepts only a number of bytes: 1073741824')
 
 
 def _check_cards(backend: dict[str, Any], path: Path) -> Iterator[Mistake]:

@@ -73,6 +73,8 @@ def test_the_prefix_cache_can_be_one_of_several_plugins(tmp_path: Path, plugins:
         (lambda b, m: m.pop("local_hostname"), '"local_hostname" is not in .* MindIE has no default'),
         (lambda b, m: m.update(metadata_server=" "), "metadata_server"),
         (lambda b, m: m.update(protocol="tcp"), "is 'tcp'; MindIE accepts only 'ascend'"),
+        (lambda b, m: m.update(global_segment_size="4GiB"), "is '4GiB'; MindIE knows only B, KB, MB, GB and TB"),
+        (lambda b, m: m.update(local_buffer_size="1GB"), "is '1GB'; MindIE accepts only a number of bytes"),
     ],
 )
 def test_a_configuration_that_mindies_server_refuses_is_refused(tmp_path: Path, change: Change, message: str) -> None:
