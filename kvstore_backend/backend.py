@@ -197,6 +197,14 @@ class StorageBackend(abc.ABC):
         """
         return True
 
+    def count_late_calls(self) -> int:
+        """Return how many calls have missed their deadline until now, including those that have ended.
+
+        If the number did not change during a call that returned ``FAILED``, the call is not late, and its caller may
+        use the memory again.
+        """
+        return 0
+
     def flush_writes(self, seconds: float) -> bool:
         """Wait until all earlier puts have ended: other clients can read the values, or the writes have failed.
 

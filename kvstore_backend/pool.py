@@ -112,7 +112,8 @@ class BlockPool:
         """
         keys = self._build_keys(hashes)
         check_values(keys, targets)
-        return self._wait_out_late_calls(self._stack.get(keys, targets), wait=wait)
+        num_late = self.count_late_calls()
+        return self._wait_out_late_calls(self._stack.get(keys, targets), num_late, wait=wait)
 
     def save(self, hashes: Sequence[bytes], sources: Sequence[Value], *, wait: bool = True) -> list[Status]:
         """Store block ``i`` from ``sources[i]``, if the pool does not have it already.
@@ -126,6 +127,7 @@ class BlockPool:
         """
         keys = self._build_keys(hashes)
         check_values(keys, sources)
+        num_late = self.count_late_calls()
         statuses = self._stack.exists_for_all(keys)
         missing = [i for i, status in enumerate(statuses) if status is Status.ABSENT]
         stored = self._stack.put([keys[i] for i in missing], [sources[i] for i in missing])
@@ -135,7 +137,7 @@ class BlockPool:
             present = statuses.count(Status.OK) - stored.count(Status.OK)
             counts = (len(keys), hashes[0].hex()[:12], present, len(missing), stored.count(Status.OK))
             logger.debug("save of %d blocks from hash %s on: the pool had %d, %d were sent, %d were stored", *counts)
-        return self._wait_out_late_calls(statuses, wait=wait)
+        return self._wait_out_late_calls(statuses, num_late, wait=wait)
 
     def put_blocks(
         self,
@@ -158,11 +160,12 @@ class BlockPool:
             raise ValueError(f"keep_seconds is {keep_seconds}; it must not be negative")
         keys = self._build_keys(hashes)
         check_values(keys, sources)
+        num_late = self.count_late_calls()
         if keep_seconds is None:
             statuses = self._stack.put(keys, sources)
         else:
             statuses = self._stack.keep(keys, sources, keep_seconds)
-        return self._wait_out_late_calls(statuses, wait=wait)
+        return self._wait_out_late_calls(statuses, num_late, wait=wait)
 
     def remove_blocks(self, hashes: Sequence[bytes], *, force: bool = False) -> list[Status]:
         """Remove blocks; the status is ``ABSENT`` for a block that the pool does not have.
@@ -192,6 +195,10 @@ class BlockPool:
         Only callers of methods with ``wait=False`` need this, such as ``transfers.py``.
         """
         return self._stack.wait_for_late_calls(seconds)
+
+    def count_late_calls(self) -> int:
+        """Return how many calls have missed their deadline until now; see ``StorageBackend.count_late_calls``."""
+        return self._stack.count_late_calls()
 
     def flush_writes(self, seconds: float) -> bool:
         """Wait until the writes of all saved blocks have ended; return False after ``seconds``.
@@ -247,12 +254,14 @@ class BlockPool:
     ) -> None:
         self.close()
 
-    def _wait_out_late_calls(self, statuses: list[Status], *, wait: bool) -> list[Status]:
+    def _wait_out_late_calls(self, statuses: list[Status], num_late: int, *, wait: bool) -> list[Status]:
         """Return ``statuses``. With ``wait``, first wait until all calls that missed their deadlines have returned.
 
-        Only a block with the status ``FAILED`` can have such a call.
+        Only a block with the status ``FAILED`` can have such a call, and only if there are more than ``num_late`` now,
+        the number from before the call.
         """
-        while wait and Status.FAILED in statuses and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
+        wait = wait and Status.FAILED in statuses and self.count_late_calls() != num_late
+        while wait and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
             logger.warning(
                 "A call to the pool that missed its deadline still runs, so the memory of its blocks cannot be used yet"
             )

@@ -201,6 +201,7 @@ class _Transfer:
 
     Attributes:
         after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
+        num_late: number of the pool's late calls (they missed their deadline) from before the transfer.
         set_aside: window (memory of a call) that a call may still use after its deadline, or None if there is none.
         is_released: whether the owner may use the blocks as soon as the transfer has ended.
     """
@@ -210,6 +211,7 @@ class _Transfer:
     on_end: Callable[[Outcome], None]
     on_release: Callable[[], None]
     after: Event | None = None
+    num_late: int = 0
     set_aside: Window | None = None
     is_released: bool = True
 
@@ -349,6 +351,7 @@ class Transfers:
         """Move the blocks of a transfer, and report its end to the owner; log ``message`` if ``move`` raises."""
         begun = time.monotonic()
         count = 0
+        transfer.num_late = self._pool.count_late_calls()
         try:
             count = move()
         except Exception:
@@ -445,7 +448,8 @@ class Transfers:
             window: the memory of the call.
             is_whole: whether the call has succeeded for all blocks, so that it has ended.
         """
-        if is_whole or self._pool.wait_for_late_calls(0):
+        may_be_late = not is_whole and self._pool.count_late_calls() != transfer.num_late
+        if not may_be_late or self._pool.wait_for_late_calls(0):
             window.take_back()
         else:
             transfer.set_aside = window

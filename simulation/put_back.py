@@ -149,7 +149,7 @@ DEFECTS = (
         "d9b8be7",
         "race: the memory of a call that was given up is used for something else",
         "kvstore_backend/transfers.py",
-        "        if is_whole or self._pool.wait_for_late_calls(0):\n",
+        "        if not may_be_late or self._pool.wait_for_late_calls(0):\n",
         "        if True:\n",
     ),
     Defect(

@@ -161,7 +161,7 @@ class Gatherer:
             return 0
         nbytes, count = self._family.block_bytes(aligned.sharding), len(keys[0])
         buffer = self._buffers.take(len(keys) * count * _slot_bytes(nbytes))
-        statuses = [Status.FAILED]
+        statuses, num_late = [Status.FAILED], self._stack.count_late_calls()
         try:
             slots = buffer[: len(keys) * count * _slot_bytes(nbytes)].reshape(len(keys), count, -1)
             pieces = slots[..., HEADROOM_BYTES : HEADROOM_BYTES + nbytes]
@@ -173,7 +173,8 @@ class Gatherer:
                 self._copy_span(aligned, number, pieces[i], blocks, targets)
             return len(keys)
         finally:
-            self._buffers.give_back(buffer, maybe_late=Status.FAILED in statuses)
+            may_be_late = Status.FAILED in statuses and self._stack.count_late_calls() != num_late
+            self._buffers.give_back(buffer, maybe_late=may_be_late)
 
     def _copy_span(
         self, aligned: AlignedSpan, number: int, pieces: Bytes, blocks: range, targets: Sequence[Value]

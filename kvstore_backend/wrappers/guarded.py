@@ -273,6 +273,9 @@ class GuardedBackend(StorageBackend):
         with self._changed:
             return self._changed.wait_for(lambda: self._num_late == 0, seconds)
 
+    def count_late_calls(self) -> int:
+        return self.late_calls
+
     def register(self, address: int, nbytes: int, *, headroom: bool = False) -> None:
         """Register memory with the store, and return at the deadline at the latest.
 

@@ -56,11 +56,11 @@ class TieredBackend(StorageBackend):
         return self._copy_to_fast(keys, values, self._large.keep(keys, values, seconds))
 
     def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
-        may_be_late = self._fast.is_ready
+        num_late = self._fast.count_late_calls()
         statuses = self._fast.get(keys, targets)
         missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
         # A late read of the fast tier may still write into the targets.
-        if not missing or (may_be_late and not self._fast.wait_for_late_calls(0)):
+        if not missing or (self._fast.count_late_calls() != num_late and not self._fast.wait_for_late_calls(0)):
             return statuses
         wanted, places = [keys[i] for i in missing], [targets[i] for i in missing]
         found = self._copy_to_fast(wanted, places, self._large.get(wanted, places))
@@ -122,6 +122,9 @@ class TieredBackend(StorageBackend):
     def wait_for_late_calls(self, seconds: float) -> bool:
         """Wait for the end of calls that missed their deadline, in one tier after the other, ``seconds`` for each."""
         return self._fast.wait_for_late_calls(seconds) and self._large.wait_for_late_calls(seconds)
+
+    def count_late_calls(self) -> int:
+        return self._fast.count_late_calls() + self._large.count_late_calls()
 
     def health(self) -> Health:
         fast, large = self._fast.health(), self._large.health()

@@ -40,6 +40,9 @@ class Wrapper(StorageBackend):
     def wait_for_late_calls(self, seconds: float) -> bool:
         return self._store.wait_for_late_calls(seconds)
 
+    def count_late_calls(self) -> int:
+        return self._store.count_late_calls()
+
     def flush_writes(self, seconds: float) -> bool:
         return self._store.flush_writes(seconds)
 

@@ -382,3 +382,19 @@ class TestLateCalls:
             store.go_on()
             assert future.result(30) == [FAILED]
         pool.close()
+
+    @pytest.mark.parametrize("call", ["get_blocks", "put_blocks", "save"])
+    def test_a_call_does_not_wait_for_the_late_call_of_another_thread(self, call: str) -> None:
+        store = FaultInjector(MemoryStore(1 << 20))
+        guard = GuardedBackend(lambda: store, Deadlines(0.1, 0.1))
+        assert guard.wait_ready(30)
+        pool, late, memory = BlockPool(guard, NAMESPACE), Memory(NBYTES), Memory(NBYTES)
+        store.faults = [Fault.HANGS]
+        with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as end:
+            end.callback(store.go_on)
+            hanging = threads.submit(pool.get_blocks, hashes(1), [late.value])
+            wait_until(lambda: not guard.is_ready, "the late call")
+            other = threads.submit(getattr(pool, call), hashes(1), [memory.value])
+            wait_until(other.done, "the other call", 10)
+            assert not hanging.done()
+        pool.close()

@@ -354,6 +354,19 @@ class TestBuffers:
         wait_until(lambda: late in buffers.taken_back, "the buffer to be taken back")
         assert len(buffers.taken_back) == len(set(map(id, buffers.taken_back))), "each once"
 
+    def test_transfers_during_a_late_call_occupy_no_buffer(
+        self, store: Held, buffers: Buffers, transfers: Transfers
+    ) -> None:
+        store.hold()
+        late, *later = [Listener() for _ in range(5)]
+        transfers.save(HASHES, [0, 1, 2, 3], late.on_end, late.on_release)
+        assert late.outcome.count == 0
+        for number, listener in enumerate(later):
+            start = transfers.load if number % 2 else transfers.save
+            start(HASHES, [4, 5, 6, 7], listener.on_end, listener.on_release)
+        assert [listener.outcome.count for listener in later] == [0] * 4
+        assert len(buffers.set_aside) == 1
+
 
 class TestClosing:
     def test_close_waits_for_a_running_save_and_later_transfers_are_dropped(

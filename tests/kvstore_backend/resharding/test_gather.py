@@ -21,6 +21,7 @@ from kvstore_backend.resharding.gather import Gatherer
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.tiered import TieredBackend
 from kvstore_backend.wrappers.wrapper import Wrapper
 from tests.support.memory import Memory
 from tests.support.recut import WholeKV, store_blocks
@@ -170,6 +171,16 @@ def test_a_late_call_writes_only_to_memory_that_nobody_uses() -> None:
     wait_until(lambda: reading.stack.is_ready, "the breaker to close")
     assert reading.read() == 8
     assert all(reading.check_targets())
+
+
+def test_a_read_during_a_late_call_occupies_no_buffer() -> None:
+    store = HangingStore()
+    reading = Reading(store, deadline=0.1)
+    gatherer = Gatherer(TieredBackend(MemoryStore(1 << 20), reading.stack), reading.family)
+    for _ in range(3):
+        assert gatherer.read_blocks(reading.sharding, reading.names, 0, [reading.memories[0].value]) == 0
+    assert len(gatherer._buffers._free) == 1
+    store.resume.set()
 
 
 def test_targets_of_another_size_than_a_block_are_refused() -> None:

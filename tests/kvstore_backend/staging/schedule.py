@@ -113,6 +113,9 @@ class SlowPool:
             call.join(seconds)
         return not any(call.is_alive() for call in self._late)
 
+    def count_late_calls(self) -> int:
+        return len(self._late)
+
     def close(self) -> None:
         pass
 

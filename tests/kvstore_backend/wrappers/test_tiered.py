@@ -134,7 +134,13 @@ def test_a_late_read_of_the_fast_tier_is_not_repeated_into_the_same_memory(
     fast: FaultInjector, large: FaultInjector
 ) -> None:
     class StillReading(Wrapper):
-        """A backend with a late call."""
+        """A backend in which each call is late and never ends."""
+
+        num_late = 0
+
+        def count_late_calls(self) -> int:
+            self.num_late += 1
+            return self.num_late
 
         def wait_for_late_calls(self, seconds: float) -> bool:
             return False
