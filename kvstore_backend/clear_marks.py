@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvstore_backend.backend import Span, Status, StorageBackend
 from kvstore_backend.namespace import BLOCK_PREFIX, Namespace
 from kvstore_backend.wrappers.checked import seal_bytes
+from kvstore_backend.wrappers.wrapper import call_after_late_calls
 
 __all__ = ["ALL", "MARK_PREFIX", "ClearMarks", "ClearWatch", "Pool", "make_mark", "mark_key"]
 
@@ -97,8 +98,15 @@ class ClearMarks:
         return any(self._known.get(key) != text for key, text in self._found.items())
 
     def close(self) -> None:
-        """Unregister the memory for the marks. ``look`` must not be called after this."""
-        self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)
+        """Unregister the memory for the marks, when no late look uses it. ``look`` must not be called after this."""
+
+        def unregister() -> None:
+            self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)
+
+        if self._pool.stack.wait_for_late_calls(0):
+            unregister()
+        else:
+            call_after_late_calls(self._pool.stack, unregister)
 
     def accept(self) -> None:
         """Remember the marks that the last ``look`` found, so that they do not count as new again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from kvstore_backend.pool import BlockPool, open_pool
 from kvstore_backend.stores.file import FileStore
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend, find_fault
+from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
 from kvstore_backend.wrappers.tiered import TieredBackend
 from tests.faults.blocks import NAMESPACE
+from tests.faults.held import Held
 from tests.support.memory import Memory
 from tests.support.strict_registration import use_strict_stores
 from tests.support.waiting import wait_until
@@ -70,6 +73,21 @@ def test_a_mark_that_is_lost_and_written_again_is_not_new(store: MemoryStore, ma
     marks.accept()
     put_bytes(store, KEY, mark)
     assert marks.look() is False
+
+
+def test_the_memory_of_a_late_look_is_kept_until_the_look_has_ended(store: MemoryStore) -> None:
+    held = Held(CheckedBackend(store))
+    with closing(GuardedBackend(lambda: held, Deadlines(transfer_seconds=0.1))) as guard:
+        assert guard.wait_ready(30)
+        marks = ClearMarks(BlockPool(guard, NAMESPACE), [NAMESPACE.digest])
+        memory = weakref.ref(marks._memory)
+        held.hold()
+        assert marks.look() is None
+        marks.close()
+        del marks
+        assert memory() is not None
+        held.let_go()
+        wait_until(lambda: memory() is None, "the release of the memory")
 
 
 def test_marks_of_other_namespaces_are_ignored(store: MemoryStore, marks: ClearMarks) -> None:
