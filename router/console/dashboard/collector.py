@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from router.console.client import ROLES, RouterClient, RouterError, TokenWanted
 from router.console.dashboard.events import Event, find_events
@@ -42,6 +43,8 @@ class Collector:
         """The last changes of the router, the instances and the masters that polls have found, oldest first."""
         self._scraper = scraper
         self._listed: list[Listed] = []
+        # The last poll; an instance that did not respond has its figures of an earlier poll.
+        self._seen: Moment | None = None
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def keep_polling(self) -> None:
@@ -80,8 +83,10 @@ class Collector:
             instances={report.listed.key: report for report in reports},
             masters=tuple(await masters),
         )
-        if self.history.last is not None:
-            self.events.extend(find_events(self.history.last, moment))
+        seen = moment if self._seen is None else _fill_gaps(self._seen, moment)
+        if self._seen is not None:
+            self.events.extend(find_events(self._seen, seen))
+        self._seen = seen
         self.history.add(moment)
         return moment
 
@@ -102,3 +107,15 @@ class Collector:
             return MasterReport(address, await self._scraper.fetch_master(address))
         except ScrapeError as exc:
             return MasterReport(address, trouble=str(exc))
+
+
+def _fill_gaps(before: Moment, after: Moment) -> Moment:
+    """Return ``after`` with the figures of ``before`` for each instance that did not respond.
+
+    Otherwise, no poll could be compared with the one before the restart of an instance, which lasts longer than a poll.
+    """
+    filled = dict(after.instances)
+    for key, report in after.instances.items():
+        if report.figures is None and (earlier := before.instances.get(key)) is not None:
+            filled[key] = replace(report, figures=earlier.figures)
+    return replace(after, instances=filled)

@@ -59,6 +59,23 @@ def test_a_failed_poll_of_an_instance_or_master_is_one_sentence(make_router: Mak
     assert "/health is not a JSON object" in moment.masters[1].trouble
 
 
+def test_a_restart_that_lasts_longer_than_a_poll_is_an_event(make_router: MakeRouter, stand_in: MakeStandIn) -> None:
+    instance = stand_in(behave=answers(200, PAGE))
+    router = make_router(instance)
+
+    async def poll_during_restart() -> list[str]:
+        collector = Collector(RouterClient(router.url), Scraper(verify=False), [], 1.0)
+        try:
+            for status, page in ((200, PAGE), (503, b""), (503, b""), (200, PAGE.replace(b"64", b"0")), (200, PAGE)):
+                instance.behave = answers(status, page)
+                await collector.poll()
+            return [event.text for event in collector.events]
+        finally:
+            await collector.close()
+
+    assert asyncio.run(poll_during_restart()) == ["restarted: its counters began at 0"]
+
+
 def test_a_failed_poll_of_a_router_is_one_sentence() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     moment = poll(url)
