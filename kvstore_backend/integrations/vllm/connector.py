@@ -21,12 +21,14 @@ a step is queued, not when it has ended. So a transfer begins only after an even
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -329,6 +331,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _mover(self) -> WorkerHalf:
         assert self._worker is not None, "register_kv_caches was not called"
         return self._worker
+
+
+with contextlib.suppress(ValueError):  # the name is registered already
+    # vLLM's MultiConnector looks up by name which connector has counted the figures for log and metrics.
+    KVConnectorFactory.register_connector(KVStoreConnector.__name__, __name__, KVStoreConnector.__name__)
 
 
 def _read_pool_config(extra: dict[str, Any]) -> PoolConfig:

@@ -25,6 +25,7 @@ from vllm.config import KVTransferConfig, MultiModalConfig, SpeculativeConfig
 from vllm.config import ModelConfig as ModelConfigOfVllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.platforms.interface import DeviceCapability
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.kv_cache_interface import (
@@ -112,6 +113,11 @@ def spec() -> Any:
 
 def test_vllm_finds_the_connector_by_its_module() -> None:
     assert KVConnectorFactory.get_connector_class(transfer()) is KVStoreConnector
+
+
+def test_vllms_multi_connector_reads_the_counts_of_the_connector() -> None:
+    stats = MultiConnector.build_kv_connector_stats({"KVStoreConnector": {"digest": {"save ok": 3}}})
+    assert stats["KVStoreConnector"].data == {"digest": {"save ok": 3}}
 
 
 def test_the_connector_has_no_abstract_method() -> None:
