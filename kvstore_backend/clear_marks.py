@@ -98,7 +98,7 @@ class ClearMarks:
         return any(self._known.get(key) != text for key, text in self._found.items())
 
     def close(self) -> None:
-        """Unregister the memory for the marks, when no late look uses it. ``look`` must not be called after this."""
+        """Unregister the memory for the marks as soon as no look-up uses it. ``look`` must not be called after this."""
 
         def unregister() -> None:
             self._pool.unregister(self._memory.ctypes.data, self._memory.nbytes)

@@ -257,8 +257,8 @@ class BlockPool:
     def _wait_out_late_calls(self, statuses: list[Status], num_late: int, *, wait: bool) -> list[Status]:
         """Return ``statuses``. With ``wait``, first wait until all calls that missed their deadlines have returned.
 
-        Only a block with the status ``FAILED`` can have such a call, and only if there are more than ``num_late`` now,
-        the number from before the call.
+        Only a block with the status ``FAILED`` can have such a call, and only if more calls have missed their deadlines
+        than before the call (``num_late``).
         """
         wait = wait and Status.FAILED in statuses and self.count_late_calls() != num_late
         while wait and not self._stack.wait_for_late_calls(_WARN_AFTER_SECONDS):
@@ -403,7 +403,7 @@ def default_backend() -> str:
 
 
 def _guard_store(open_it: Callable[[], StorageBackend]) -> GuardedBackend:
-    """Open a store; return it with deadlines, which open it again if it cannot be used any more."""
+    """Open a store; return a wrapper with deadlines, which opens another store if this one cannot be used any more."""
     with contextlib.ExitStack() as undo:
         opened = [open_it()]
         undo.callback(opened[0].close)

@@ -201,7 +201,7 @@ class _Transfer:
 
     Attributes:
         after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
-        num_late: number of the pool's late calls (they missed their deadline) from before the transfer.
+        num_late: number of the pool's calls that had missed their deadline before the transfer began.
         set_aside: window (memory of a call) that a call may still use after its deadline, or None if there is none.
         is_released: whether the owner may use the blocks as soon as the transfer has ended.
     """

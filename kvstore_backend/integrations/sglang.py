@@ -439,9 +439,9 @@ def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _name_weights(server: Mapping[str, object]) -> dict[str, str]:
-    """Return the name of the weights that SGLang loads if they are not a folder: then ``model_path`` tells too little.
+    """Return a name for the weights if ``model_path`` is not a folder; {} if it is one.
 
-    They can be one file of several in the folder (GGUF), or a name at a hub or an object store.
+    The name is that of a file (GGUF), of which a folder may have several, or a name at a hub or in an object store.
     """
     path = str(server.get("model_path") or "")
     if Path(path).is_dir():

@@ -220,8 +220,8 @@ class _Buffers:
         """Make a buffer available again, as soon as no late call can write to it.
 
         Args:
-            maybe_late: whether a read into this buffer failed. Such a read may be late: it has missed its deadline, but
-                still runs and writes.
+            maybe_late: whether a read into this buffer may be late: it has missed its deadline, but still runs and
+                writes.
         """
 
         def put_back() -> None:

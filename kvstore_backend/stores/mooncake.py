@@ -239,7 +239,7 @@ class MooncakeStore(StorageBackend):
                     self._ssd.leave()
 
     def _end_transfers(self) -> NoReturn:
-        """Close the native client, so that a transfer that it gave up does not use the memory of its call any more.
+        """Close the native client. This ends a transfer that it gave up, but that may still use the memory of its call.
 
         Raises:
             PoolUnavailable: always.

@@ -14,8 +14,8 @@ If prefill and decode receive a request at the same time, decode waits for the b
 look-up until the pool has all blocks of the prompt, or until no new block has arrived for ``prefill_wait_s``. Then it
 computes the missing blocks.
 
-If loading blocks takes longer than computing them (``load_or_compute.py``), they are computed. Blocks that a prefill
-instance has computed for this instance are always loaded.
+If loading blocks takes longer than computing them (``load_or_compute.py``), the blocks are computed. Blocks that a
+prefill instance has computed for this instance are always loaded.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _IDLE_SECONDS = 0.005
 _SAVE_SHARE = 0.25
 # Saves are still planned for this time after the scheduler's client last reached the pool.
 _TRUST_SECONDS = 5.0
-# Transfers require further steps of vLLM for this time after one of them began or ended, which is longer than a call to
-# a working pool. vLLM's sleep mode discards the memory of blocks when no further steps are required.
+# Transfers require further steps of vLLM for this time after one of them began or ended. It is longer than a call to a
+# working pool. vLLM's sleep mode discards the memory of blocks when no further steps are required.
 _PUSH_SECONDS = 30.0
 
 
@@ -111,8 +111,8 @@ class _Tracked:
         is_loading: whether a load of the request's blocks has not ended.
         is_scheduled: whether a step had tokens of the request since vLLM last gave it blocks. Before, another connector
             (vLLM's MultiConnector) may still load the blocks that vLLM counts as computed.
-        is_stale: whether blocks may not match their names, because they are older than a reset of the cache, or some
-            are missing. Then no more blocks of the request are saved.
+        is_stale: whether blocks may not match their names, because the blocks are older than a reset of the cache, or
+            some blocks are missing. Then no more blocks of the request are saved.
     """
 
     request: Request
@@ -128,7 +128,7 @@ class _Lookup:
     """Look-up of a request's blocks in the pool, which may be repeated.
 
     Attributes:
-        first: index of the first block in the prompt.
+        first: index in the prompt of the first block that is looked up.
         names: names of the blocks from ``first`` on.
         answer: future with the result of the last look-up.
         begun_at: time when the last look-up began.
@@ -153,7 +153,7 @@ class _Lookup:
 class Stored(NamedTuple):
     """Successive blocks that all ranks have stored in the pool: vLLM's hashes of the blocks and of their parent.
 
-    The parent is the block before the first of them, or None if the first one begins the prompt.
+    The parent is the block before these blocks; None if these blocks begin the prompt.
     """
 
     block_hashes: Sequence[bytes]
@@ -161,7 +161,7 @@ class Stored(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Result of a look-up: the number of leading blocks that the pool has, and a ``Run`` if they have two shardings."""
+    """Result of a look-up: the number of leading blocks that the pool has, and a ``Run`` if two shardings have them."""
 
     num_blocks: int
     run: Run | None
@@ -202,10 +202,10 @@ class SchedulerHalf:
         prefill_wait_s: seconds for which a prompt waits for its next block from a prefill instance that received the
             request at the same time; with 0, prompts do not wait.
         reports_stored: whether stored blocks are recorded for ``take_stored``.
-        drops_last: whether the last block of a hit is computed, as in vLLM's own cache with EAGLE or MTP: there the
-            draft layers' KV of a token depends on the next token, which the hash of the token's block may not cover.
-        num_rewritten: number of last computed tokens with KV that the next step may write again, as vLLM's MTP with
-            several modules does; their blocks are saved later.
+        drops_last: whether the last block of a hit is computed, not loaded, as in vLLM's own cache with EAGLE or MTP.
+            With these, a token's KV in draft layers depends on the next token, which may not be in the block's hash.
+        num_rewritten: how many of the last computed tokens have KV that the next step may write again, as vLLM's MTP
+            with several modules does. The blocks of these tokens are saved later.
         skips_media: whether requests with images or other media do not use the pool.
     """
 
@@ -380,7 +380,7 @@ class SchedulerHalf:
             self._counts.add_operation("save", dropped=missing)
 
     def on_report(self, report: Report) -> None:
-        """Process a report of the workers: unpin the blocks of ended transfers; record durations and digests."""
+        """Process a report of the workers: unpin blocks of ended transfers; record durations, and adapters' digests."""
         for num_blocks, seconds in report.loads:
             self._load_or_compute.record_load(num_blocks, seconds)
         for num_tokens, seconds in report.steps:
@@ -404,8 +404,8 @@ class SchedulerHalf:
     def forget_blocks(self) -> bool:
         """Give all later blocks new names, so that no block from before a change of the weights is used.
 
-        Until its next start, this instance shares no blocks with other instances, because their weights may not have
-        changed. Requests that already have blocks save none of them. If vLLM could not reset its own cache, it may
+        Until its next start, this instance shares no blocks with other instances, because the weights of these may not
+        have changed. Requests that already have blocks save none of them. If vLLM could not reset its own cache, it may
         still use older blocks of this cache: then nothing is loaded or saved until a later reset succeeds.
 
         Returns:
@@ -527,8 +527,8 @@ class SchedulerHalf:
     def _is_prefilled_elsewhere(self, request: Request, lookup: _Lookup, found: int) -> bool:
         """Return whether a request must wait for blocks that a prefill instance saves; if so, repeat the look-up.
 
-        A preempted request does not wait, because it also needs blocks of its generated tokens, and a prefill instance
-        does not save these.
+        A preempted request does not wait, because it also needs blocks of its generated tokens, which no prefill
+        instance saves.
         """
         if not self._prefill_wait_s or request.num_tokens > request.num_prompt_tokens:
             return False
@@ -584,9 +584,9 @@ class SchedulerHalf:
         return _Found(run.count if run else count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Look up the blocks after the first ``count`` in other shardings, too.
+        """Look up the blocks after the first ``count`` in other shardings.
 
-        Return the blocks of both shardings, or None if the other shardings have no further block.
+        Return the blocks of the own and of another sharding; None if no other sharding has a further block.
         """
         if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None
@@ -646,7 +646,6 @@ class SchedulerHalf:
         """Plan to save blocks ``first`` to ``end`` of a request.
 
         Args:
-            tracked: the request.
             named: names of these blocks in the pool.
             first: index of the first block.
             end: index after the last block.
