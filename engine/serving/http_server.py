@@ -51,7 +51,7 @@ class InstanceProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0  # number of bytes of an incomplete head
+        self._undigested = 0  # number of bytes since the parser last completed a head, a piece of a body, or a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Handle a new connection, and start the time limit for the head of its first request."""
@@ -59,9 +59,9 @@ class InstanceProtocol(HttpToolsProtocol):
         self._limit_silence()
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes from the client. If they are not HTTP, or the head of a request is too long, refuse them."""
+        """Process bytes from the client. Refuse them if they are not HTTP, or if a head or trailers are too long."""
         self._unset_keepalive_if_required()
-        self._head_bytes += len(data)
+        self._undigested += len(data)
         while data:
             try:
                 self.parser.feed_data(data)
@@ -73,23 +73,33 @@ class InstanceProtocol(HttpToolsProtocol):
             else:
                 break
         cycle: Any = self.cycle  # may be None, which uvicorn's type does not say
-        # uvicorn creates a scope at the beginning of a request, and a cycle with this scope at the end of the head.
-        if cycle is not None and cycle.scope is self.scope:
-            self._head_bytes = 0
-        if self._head_bytes > HEAD_BYTES:
+        if self._undigested > HEAD_BYTES:
             self._refuse_connection(refuse_long_head(len(self.url), "this instance"))
-        elif self._head_bytes or cycle.response_complete:  # the bytes may also be empty lines, or the rest of a body
-            self._limit_silence()
+        elif cycle is None or self._is_in_head or cycle.response_complete:
+            self._limit_silence()  # the bytes may also be empty lines, or the rest of a body
+
+    @property
+    def _is_in_head(self) -> bool:
+        """Return whether the head of a request has begun, and is not complete."""
+        cycle: Any = self.cycle
+        # uvicorn creates a scope at the beginning of a request, and a cycle with this scope at the end of the head.
+        return self.scope is not (None if cycle is None else cycle.scope)
 
     def on_headers_complete(self) -> None:
         """Begin a request. If its head offers another protocol, ``data_received`` parses it again without the offer."""
+        self._undigested = 0
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """Store a piece of a body."""
+        self._undigested = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        """End the body of a request. None of the bytes before its end belong to the head of the next request."""
+        """End the body of a request."""
+        self._undigested = 0
         if not self.parser.should_upgrade():
-            self._head_bytes = 0
             super().on_message_complete()
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
@@ -115,7 +125,7 @@ class InstanceProtocol(HttpToolsProtocol):
         cycle: Any = self.cycle
         if self.transport.is_closing() or (cycle is not None and not cycle.response_complete):
             return
-        if self._head_bytes:
+        if self._is_in_head:
             self._refuse_connection((408, _INCOMPLETE % READ_SECONDS, "request_incomplete"))
         else:
             self.transport.close()

@@ -297,8 +297,8 @@ async def test_bytes_after_a_response_do_not_keep_a_connection_open(
         writer.close()
 
 
-@in_event_loop
-async def test_a_body_does_not_count_as_the_head_of_the_request_after_it() -> None:
+async def receive(*pieces: bytes) -> bytes:
+    """Return what the protocol answers to bytes that arrive in these pieces, if the application never answers."""
     written: list[bytes] = []
     transport: Any = SimpleNamespace(
         get_extra_info=lambda *_: None,
@@ -313,7 +313,20 @@ async def test_a_body_does_not_count_as_the_head_of_the_request_after_it() -> No
 
     protocol = InstanceProtocol(uvicorn.Config(never_answers, log_config=None), ServerState(), {})
     protocol.connection_made(transport)
-    protocol.data_received(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (2 * HEAD_BYTES))
-    protocol.data_received(bytes(2 * HEAD_BYTES) + b"GET /hea")
+    for piece in pieces:
+        protocol.data_received(piece)
     protocol.connection_lost(None)
-    assert written == []
+    return b"".join(written)
+
+
+@in_event_loop
+async def test_a_body_does_not_count_as_the_head_of_the_request_after_it() -> None:
+    head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (2 * HEAD_BYTES)
+    assert await receive(head, bytes(2 * HEAD_BYTES) + b"GET /hea") == b""
+
+
+@in_event_loop
+async def test_endless_trailers_are_refused() -> None:
+    head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    answer = await receive(head, *[b"X: " + b"a" * 999 + b"\r\n"] * (2 * HEAD_BYTES // 1000))
+    assert answer.startswith(b"HTTP/1.1 431 ")
