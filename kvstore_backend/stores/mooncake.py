@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,7 @@ class MooncakeStore(StorageBackend):
     ends.
 
     Mooncake gives up a transfer after 60 s without ending it. Then this class closes the native client, which ends the
-    transfer, and the call raises ``PoolUnavailable``: another ``MooncakeStore`` must be opened.
+    transfer. The call and all later calls raise ``PoolUnavailable``: another ``MooncakeStore`` must be opened.
 
     ``put`` returns ``OK`` as soon as another client has *begun* to write the same key, as Mooncake does: the value may
     become readable only a moment later.
@@ -103,6 +103,7 @@ class MooncakeStore(StorageBackend):
         self._closed = False
         self._leaving = threading.Lock()
         self._has_left = False
+        self._is_lost = False
         self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
         with contextlib.ExitStack() as undo:
             if self._ssd is not None:
@@ -238,14 +239,10 @@ class MooncakeStore(StorageBackend):
                 if self._ssd is not None:
                     self._ssd.leave()
 
-    def _end_transfers(self) -> NoReturn:
-        """Close the native client. This ends a transfer that it gave up, but that may still use the memory of its call.
-
-        Raises:
-            PoolUnavailable: always.
-        """
+    def _end_transfers(self) -> None:
+        """Close the native client. This ends a transfer that it gave up, and that may still use its call's memory."""
         with self._calls:
-            self._closed = True
+            self._closed = self._is_lost = True
             self._calls.wait_for(lambda: self._running == 0)
         while not self._has_left:
             try:
@@ -253,9 +250,6 @@ class MooncakeStore(StorageBackend):
                     self._leave_cluster()
             except PoolUnavailable:  # closing would hold Python's lock for 15 s
                 time.sleep(_PAUSE_SECONDS)
-        raise PoolUnavailable(
-            f"a transfer took more than {_GIVEN_UP_SECONDS:g} s, so the Mooncake client was closed to end the transfer"
-        )
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
         # The native call with one buffer per value is not used: it fails if another writer has begun with the same key.
@@ -333,7 +327,7 @@ class MooncakeStore(StorageBackend):
         A code is ``None`` if the client is closed, the call raised an exception or returned fewer codes than keys.
 
         Raises:
-            PoolUnavailable: the client gave up a transfer of the call, and was closed.
+            PoolUnavailable: the client gave up a transfer of this or another call, and was closed.
         """
         begun = time.monotonic()
         codes: list[int | None] = []
@@ -352,6 +346,9 @@ class MooncakeStore(StorageBackend):
                     )
         if _UNREACHABLE in codes and time.monotonic() - begun > _GIVEN_UP_SECONDS:
             self._end_transfers()
+        if self._is_lost:
+            text = f"a transfer took more than {_GIVEN_UP_SECONDS:g} s, so the Mooncake client was closed to end it"
+            raise PoolUnavailable(text)
         codes.extend([None] * (len(keys) - len(codes)))
         return codes
 

@@ -112,11 +112,12 @@ class TestTransfersWithoutEnd:
         with Peer(partial(open_store, own_master.config())) as owner:
             assert owner.put("key", b"value" * 1000) is OK
             owner.kill()
-        with pytest.raises(PoolUnavailable, match="closed to end the transfer"):
+        with pytest.raises(PoolUnavailable, match="the Mooncake client was closed"):
             reader.get(["key"], [target.value])
         assert isinstance(reader, MooncakeStore)
         assert reader._has_left
-        assert reader.exists(["key"]) == [FAILED]
+        with pytest.raises(PoolUnavailable, match="the Mooncake client was closed"):
+            reader.exists(["key"])
         reader.close()
 
     def test_a_pool_is_used_again_after_a_transfer_without_end(
