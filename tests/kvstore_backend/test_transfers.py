@@ -385,6 +385,18 @@ class TestClosing:
         assert second.events == []
         assert pool.lookup(HASHES) == 0, "the pool is closed"
 
+    def test_close_waits_for_saves_that_have_not_begun(self, transfers: Transfers) -> None:
+        go_on, second = threading.Event(), Listener()
+
+        def wait(_: Outcome) -> None:
+            go_on.wait(30)
+
+        transfers.save(HASHES[:1], [0], wait, lambda: None)
+        transfers.save(HASHES[1:2], [1], second.on_end, second.on_release)
+        threading.Timer(0.1, go_on.set).start()
+        transfers.close(30)
+        assert [each.count for each in second.events if isinstance(each, Outcome)] == [1]
+
     def test_a_save_that_hangs_does_not_delay_the_close(self, store: Held, transfers: Transfers) -> None:
         store.hold()
         listener = Listener()
