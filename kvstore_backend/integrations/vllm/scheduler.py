@@ -71,6 +71,7 @@ class Request(Protocol):
     request_id: str
     num_computed_tokens: int
     max_tokens: int
+    skip_reading_prefix_cache: bool
     lora_request: Any
     mm_features: Any
 
@@ -293,7 +294,7 @@ class SchedulerHalf:
         first = num_computed // self._block_size
         # Another instance has saved no block with tokens that are written again, so a request must not wait for one.
         end = (request.num_tokens - max(1, self._num_rewritten)) // self._block_size
-        if not self._loads or self._is_stale or end - first <= self._num_dropped:
+        if not self._loads or self._is_stale or request.skip_reading_prefix_cache or end - first <= self._num_dropped:
             return 0
         if request.request_id in self._short_loads or not self._is_ready:
             return 0

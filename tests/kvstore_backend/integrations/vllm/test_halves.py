@@ -90,6 +90,7 @@ class Request:
     token_ids: list[int]
     num_computed_tokens: int = 0
     salt: str = ""
+    skip_reading_prefix_cache: bool = False
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
     num_output_tokens: int = 0

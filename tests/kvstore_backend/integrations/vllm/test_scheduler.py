@@ -150,6 +150,11 @@ class TestLookUps:
         assert half.scheduler.matched_tokens(make_request(tokens), computed) == 0
         assert half.begun == []
 
+    def test_a_request_that_may_not_use_cached_tokens_is_not_looked_up(self, half: ControlledHalf) -> None:
+        """With ``prompt_logprobs``, vLLM computes the whole prompt."""
+        assert half.scheduler.matched_tokens(make_request(skip_reading_prefix_cache=True), 0) == 0
+        assert half.begun == []
+
     @pytest.mark.parametrize(("found", "expected"), [(5, 16), (2, 4), (1, 0), (0, 0)])
     def test_drops_last_excludes_the_last_block_of_a_hit(
         self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch, found: int, expected: int
