@@ -63,7 +63,7 @@ SERVER = {
     *("config", "handle_exit", "lifespan", "main_loop", "on_tick", "serve", "server_state", "should_exit", "shutdown"),
     *("started", "startup"),
 }
-SERVER_STATE = {"connections"}
+SERVER_STATE = {"connections", "tasks"}
 
 
 def parse(source: object) -> ast.AST:
