@@ -224,9 +224,9 @@ def _draw(collector: Collector, order: str, width: int, height: int | None = Non
         if len(reports) > room:
             hidden, reports = len(reports) - room + 1, reports[: room - 1]
             troubles.insert(0, Text(f"and {hidden} more instances, for which the terminal is too small"))
-    if not reports:
+    if not last.instances:
         return Group(*above, Text("\nno instances"))
-    return Group(*above, Text(), _draw_instances(collector.history, reports, order), *troubles)
+    return Group(*above, Text(), _draw_instances(collector.history, reports, order, width), *troubles)
 
 
 def _draw_head(history: History, url: str, last: Moment) -> Text:
@@ -273,8 +273,8 @@ def _draw_origins(history: History, width: int) -> Text:
     return Text("\n").join((bar, legend))
 
 
-def _draw_instances(history: History, reports: Sequence[InstanceReport], order: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def _draw_instances(history: History, reports: Sequence[InstanceReport], order: str, width: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if width >= MIN_WIDTH else 1, 0, 0), header_style="bold")
     for name, title, is_figure in (
         ("address", "instance", False),
         ("role", "role", False),
@@ -288,23 +288,30 @@ def _draw_instances(history: History, reports: Sequence[InstanceReport], order: 
         ("", "weight", True),
     ):
         style = "bold reverse" if name == order else None
-        table.add_column(title, justify="right" if is_figure else "left", header_style=style, no_wrap=True)
+        # Rich shortens other columns first: addresses without their ends may all look the same.
+        table.add_column(
+            Text(title, no_wrap=True),
+            justify="right" if is_figure else "left",
+            header_style=style,
+            no_wrap=name == "address",
+        )
     by_instance = count_origins_by_instance(history, SPAN)
     for report in reports:
         listed = report.listed
         shares = share_origins(by_instance.get(listed.key, {}), with_handed_over=True)
-        table.add_row(
-            Text(listed.key),
-            Text(listed.role),
-            Text(listed.state or NOTHING, _STATE_COLOURS.get(listed.state, "")),
-            format_count(listed.running),
-            format_count(listed.running_tokens if listed.state else None),
-            format_count(_read_waiting(report)),
-            format_share(_read_memory(report)),
-            format_share(1.0 - shares[COMPUTED] if shares else None),
-            Text(listed.breaker.replace("_", " "), _BREAKER_COLOURS.get(listed.breaker, "")),
-            NOTHING if listed.weight is None else f"{listed.weight:.2g}",
+        cells = (
+            (listed.key, ""),
+            (listed.role, ""),
+            (listed.state or NOTHING, _STATE_COLOURS.get(listed.state, "")),
+            (format_count(listed.running), ""),
+            (format_count(listed.running_tokens if listed.state else None), ""),
+            (format_count(_read_waiting(report)), ""),
+            (format_share(_read_memory(report)), ""),
+            (format_share(1.0 - shares[COMPUTED] if shares else None), ""),
+            (listed.breaker.replace("_", " "), _BREAKER_COLOURS.get(listed.breaker, "")),
+            (NOTHING if listed.weight is None else f"{listed.weight:.2g}", ""),
         )
+        table.add_row(*(Text(text, style, no_wrap=True) for text, style in cells))
     return table
 
 

@@ -117,12 +117,12 @@ def test_an_error_in_the_command_line_is_one_sentence(capsys: pytest.CaptureFixt
 
 
 class Terminal:
-    """A program in a terminal with 120 columns and 30 lines."""
+    """A program in a terminal."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, *argv: str, columns: int, lines: int) -> None:
         self.fd, self._inside = pty.openpty()
         self.settings = termios.tcgetattr(self._inside)
-        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
+        environ = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "LINES": str(lines)}
         ends = {"stdin": self._inside, "stdout": self._inside, "stderr": self._inside}
         self._process = subprocess.Popen([sys.executable, *argv], **ends, env=environ, start_new_session=True)  # type: ignore[call-overload]
         self.shown = ""
@@ -161,8 +161,9 @@ class Terminal:
 def run_in_terminal() -> Iterator[Callable[..., Terminal]]:
     with contextlib.ExitStack() as opened:
 
-        def run(*argv: str) -> Terminal:
-            terminal = Terminal("-c", "import sys; from router.console import main; sys.exit(main())", *argv)
+        def run(*argv: str, columns: int = 120, lines: int = 30) -> Terminal:
+            code = "import sys; from router.console import main; sys.exit(main())"
+            terminal = Terminal("-c", code, *argv, columns=columns, lines=lines)
             opened.callback(terminal.close)
             return terminal
 
@@ -188,3 +189,21 @@ def test_in_a_terminal_keys_sort_q_ends_the_program_and_a_lost_router_is_reporte
     terminal.type_key("q")
     assert terminal.wait() == 0
     assert terminal.settings_now == terminal.settings
+
+
+def test_a_terminal_of_80_columns_shows_whole_addresses_and_all_columns(
+    make_router: MakeRouter, stand_in: MakeStandIn, run_in_terminal: Callable[..., Terminal]
+) -> None:
+    instance = stand_in(behave=counts(3))
+    router = make_router(instance)
+    terminal = run_in_terminal("top", "--router", router.url, "--interval", "0.2", columns=80)
+    terminal.wait_for(instance.key)
+    terminal.wait_for("weight")
+
+
+def test_a_terminal_without_room_for_instances_shows_their_number(
+    make_router: MakeRouter, stand_in: MakeStandIn, run_in_terminal: Callable[..., Terminal]
+) -> None:
+    router = make_router(stand_in(behave=counts(3)), stand_in(behave=counts(3)))
+    terminal = run_in_terminal("top", "--router", router.url, "--interval", "0.2", lines=8)
+    terminal.wait_for("and 2 more instances")
