@@ -200,10 +200,12 @@ class _Transfer:
     """One load or save of blocks. Only the thread that runs the transfer changes the attributes.
 
     Attributes:
-        after: event for the end of the work on the blocks that the owner had begun before it requested the transfer.
-        num_late: number of the pool's calls that had missed their deadline before the transfer began.
-        set_aside: window (memory of a call) that a call may still use after its deadline, or None if there is none.
-        is_released: whether the owner may use the blocks as soon as the transfer has ended.
+        after: event for the end of the work on the blocks that the engine had begun before it requested the transfer.
+        num_late: number of the pool's calls that had missed their deadline before the transfer began. If it has grown
+            at the end, a call of this transfer may still run.
+        set_aside: memory (window) that a call may still use after its deadline, or None if there is none.
+        is_released: whether the engine may use the blocks when the transfer has ended; if not, it waits for
+            ``on_release``.
     """
 
     hashes: Sequence[bytes]
@@ -299,12 +301,18 @@ class Transfers:
             self._pool.flush_writes(_FLUSH_SECONDS)
             statuses = self._pool.remove_blocks(hashes, force=True)
             if (failed := statuses.count(Status.FAILED)) > 0:
-                logger.warning("%d of %d blocks could not be removed from the pool", failed, len(hashes))
+                logger.warning(
+                    "%d of %d blocks could not be removed from the pool, so other instances may still load them",
+                    *(failed, len(hashes)),
+                )
 
         try:
             self._saves.submit(run)
         except RuntimeError as exc:
-            logger.warning("%d blocks could not be removed from the pool: %s", len(hashes), exc)
+            logger.warning(
+                "%d blocks could not be removed from the pool, so other instances may still load them: %s",
+                *(len(hashes), exc),
+            )
 
     def call_after_flush(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on a new thread as soon as other instances can read all blocks that were saved before.

@@ -59,7 +59,12 @@ class Codec(Protocol):
     nbytes: int
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode rows of KV memory, uint8 ``[block, bytes]``, to uint8 ``[block, nbytes]``. ``rows`` may be changed."""
+        """Convert blocks from KV memory's form, uint8 ``[block, bytes]``, to the pool's, uint8 ``[block, nbytes]``.
+
+        The call may overwrite ``rows``.
+        """
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
-        """Decode rows ``[block, nbytes]`` to the form in KV memory. ``encoded`` may have gaps between its rows."""
+        """Convert blocks from the pool's form, ``[block, nbytes]``, to KV memory's form. ``encoded`` may have gaps
+        between its rows.
+        """

@@ -115,7 +115,7 @@ class CachedBlocks(BlockTree):
         return stored
 
     def remove_blocks(self, hashes: Sequence[BlockHash]) -> None:
-        """Remove blocks that the instance has evicted, and report the chunks that it has lost."""
+        """Remove blocks that the instance has evicted. The chunks of prompts' text that end in them are lost, too."""
         super().remove_blocks(hashes)
         if self._lost:
             lost, self._lost = self._lost, []

@@ -585,9 +585,10 @@ class SchedulerHalf:
         return _Found(run.count if run else count, run)
 
     def _extend_run(self, wanted: Sequence[bytes], count: int) -> Run | None:
-        """Look up the blocks after the first ``count`` in other shardings.
+        """Look up the blocks after the first ``count`` among those saved by instances of another tensor-parallel size.
 
-        Return the blocks of the own and of another sharding; None if no other sharding has a further block.
+        Return the leading blocks that the pool has in the own form or that of one other size; None if no other size has
+        a further block.
         """
         if self._peers is None or count == len(wanted) or not self._is_ready or self._peers.is_alone():
             return None

@@ -111,8 +111,8 @@ def list_foreign_weights(vllm_config: Any) -> list[str]:
 def fingerprint_checkpoint(model: Any, vllm_config: Any) -> str:
     """Return the fingerprint of the checkpoint of ``model``, a ``ModelConfig`` of the instance.
 
-    If vLLM reads weights from another place, the operator's ``weights_version`` identifies them, and the folder need
-    not have any.
+    If vLLM reads weights that are not in the model's folder (``list_foreign_weights``), the fingerprint does not
+    identify these weights, so the operator's ``weights_version`` must. The folder may then be without weights.
     """
     if list_foreign_weights(vllm_config):
         return fingerprint_model(find_checkpoint(model), needs_weights=False)

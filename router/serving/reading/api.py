@@ -50,7 +50,7 @@ class EngineIds(NamedTuple):
         return self.request_id if self.request_id.startswith(self.prefix) else self.prefix + self.request_id
 
     def list_ids(self) -> list[str]:
-        """Return the ids of all sequences."""
+        """Return the engine's id of each sequence of the request. A request with ``n`` choices has ``n`` sequences."""
         return [f"{self.whole}_{number}" for number in range(self.sequences)]
 
     def matching_ids(self, asked: Collection[str]) -> Collection[str]:

@@ -3,8 +3,8 @@
 - FastDeploy, and our own engine, append ``completion_token_ids`` to the prompt.
 - For completions of vLLM and SGLang, the prompt consists of the ids of the prompt and of the tokens so far.
 - For vLLM's chat, these ids are in ``kv_transfer_params``, and replace the prompt that vLLM would create from the
-  messages. The text so far is also the last message, for versions of vLLM that ignore the ids. The merger compares the
-  prompt that the instance reports with the expected prompt.
+  messages. The text so far is also the last message, for versions of vLLM that ignore the ids. So ``StreamMerger``
+  compares the prompt that the next instance reports with the expected one, and ends the stream if they differ.
 """
 
 from __future__ import annotations

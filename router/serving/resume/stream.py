@@ -317,7 +317,9 @@ class StreamMerger:
             self._fold_events()
 
     def _fold_events(self) -> None:
-        """Parse the stored events. After that, only their ids are stored, and the text if ``keeps_prompt``."""
+        """Parse the stored events. Then keep only the ids of the generated tokens and, with ``keeps_prompt``, the text,
+        which some engines need to continue a response.
+        """
         for event in split_events(b"".join(self._kept)):
             if self._not_resumable:
                 break  # the stream cannot be resumed, whatever the other events contain
