@@ -257,6 +257,38 @@ class TestLateCalls:
         assert [listener.events.count("released") for listener in listeners] == [1] * 4
 
 
+class Raising(MemoryStore):
+    """Raises in each transfer, which is late until ``has_ended`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.num_late = 0
+        self.has_ended = threading.Event()
+
+    def put(self, keys: Sequence[str], values: Sequence[Value]) -> list[Status]:
+        self.num_late += 1
+        raise RuntimeError("the thread of the call was lost")
+
+    def get(self, keys: Sequence[str], targets: Sequence[Value]) -> list[Status]:
+        return self.put(keys, targets)
+
+    def count_late_calls(self) -> int:
+        return self.num_late
+
+    def wait_for_late_calls(self, seconds: float) -> bool:
+        return self.has_ended.wait(seconds)
+
+
+@pytest.mark.parametrize("call", ["load", "save"])
+def test_the_block_of_a_late_call_that_raised_is_released_after_the_call(memory: KVMemory, call: str) -> None:
+    store, listener = Raising(), Listener()
+    transfers = Transfers(BlockPool(store, NAMESPACE), memory.direct, lambda event: event())
+    getattr(transfers, call)(HASHES[:1], [0], listener.on_end, listener.on_release)
+    assert (listener.outcome.count, listener.outcome.is_released) == (0, False)
+    store.has_ended.set()
+    wait_until(lambda: listener.is_released, "the release")
+
+
 class Buffers:
     """Memory with staging buffers of two blocks."""
 
