@@ -113,6 +113,7 @@ class PoolConnector:
         if (new.model, new.weights_version) == (old.model, old.weights_version):
             return
         self._pool.move_to(replace(old, model=new.model, weights_version=new.weights_version))
+        self._peers.close()
         self._peers = PeerShardings(self._pool, self._runner.family)
         self._pinned = PinnedBlocks()
         self._saved.forget_blocks()

@@ -140,6 +140,10 @@ class Gatherer:
                 break
         return max(0, done)
 
+    def close(self) -> None:
+        """Unregister the memory for pieces, but not before late calls have ended. Later reads are not allowed."""
+        self._buffers.close()
+
     def _read_spans(
         self, aligned: AlignedSpan, spans: range, names: Sequence[bytes], blocks: range, targets: Sequence[Value]
     ) -> int:
@@ -201,8 +205,9 @@ class _Buffers:
 
     def __init__(self, stack: StorageBackend) -> None:
         self._stack = stack
-        self._lock = threading.Lock()  # guards _free
+        self._lock = threading.Lock()  # guards the next two attributes
         self._free: list[Bytes] = []
+        self._is_closed = False
 
     def take(self, nbytes: int) -> Bytes:
         """Return a registered buffer of at least ``nbytes`` bytes, which the caller owns until ``give_back``."""
@@ -227,11 +232,21 @@ class _Buffers:
         def put_back() -> None:
             with self._lock:
                 self._free.append(buffer)
+            if self._is_closed:
+                self.close()
 
         if maybe_late and not self._stack.wait_for_late_calls(0):
             call_after_late_calls(self._stack, put_back)
         else:
             put_back()
+
+    def close(self) -> None:
+        """Unregister the buffers: those in use when they are given back."""
+        with self._lock:
+            self._is_closed = True
+            free, self._free = self._free, []
+        for buffer in free:
+            self._stack.unregister(buffer.ctypes.data, len(buffer))
 
 
 def _slot_bytes(nbytes: int) -> int:

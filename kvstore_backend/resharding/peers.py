@@ -127,6 +127,10 @@ class PeerShardings:
 
         return read
 
+    def close(self) -> None:
+        """Unregister the memory for blocks of other shardings. Later reads of such blocks are not allowed."""
+        self._gatherer.close()
+
     def _list_alive(self) -> Sequence[Namespace]:
         """Return the shardings that had a manifest in the pool at the last look-up, which is made every 10 s."""
         now = time.monotonic()

@@ -245,6 +245,16 @@ class TestBuffers:
         larger = buffers.take(1001)
         assert stack.known == {larger.ctypes.data: (1001, True)}
 
+    def test_all_buffers_are_unregistered_after_the_close(self) -> None:
+        stack = Registering()
+        buffers = gather._Buffers(stack)
+        in_use = buffers.take(10)
+        buffers.give_back(buffers.take(10), maybe_late=False)
+        buffers.close()
+        assert list(stack.known) == [in_use.ctypes.data]
+        buffers.give_back(in_use, maybe_late=False)
+        assert stack.known == {}
+
     def test_a_buffer_is_not_reused_before_its_late_call_has_ended(self) -> None:
         stack = Registering()
         stack.is_late = True
