@@ -11,7 +11,7 @@ import torch
 
 from kvstore_backend import BlockPool, Span
 from kvstore_backend.backend import HEADROOM_BYTES, Status, Value
-from kvstore_backend.staging import KVTensors, StagedMemory, StandInDevice
+from kvstore_backend.staging import KVTensors, StagedGroups, StagedMemory, StandInDevice
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.transfers import Event, Outcome, Transfers, Window
 from tests.faults.blocks import NAMESPACE, conversation
@@ -108,6 +108,18 @@ def test_memory_created_in_inference_mode_is_copied_outside_of_it() -> None:
     window.deliver(1)
     window.wait()
     assert bytes_of(layers, 1) == bytes_of(layers, 2)
+
+
+def test_a_window_of_groups_has_the_leading_blocks_of_one_group() -> None:
+    first, second = make_layers("cpu"), [layer + 1000 for layer in make_layers("cpu")]
+    groups = StagedGroups([stage(first), stage(second)], SHAPE[0])
+    assert read_window(groups.open_outgoing([6 + 4, 6 + 0, 2], None)) == [bytes_of(second, 4), bytes_of(second, 0)]
+    assert read_window(groups.open_outgoing([2, 6 + 2], None)) == [bytes_of(first, 2)]
+    window = groups.open_incoming([6 + 1, 6 + 3, 1], None)
+    write_window(window, [bytes_of(first, 4), bytes_of(first, 5)])
+    window.deliver(2)
+    window.wait()
+    assert [bytes_of(second, block) for block in (1, 3)] == [bytes_of(first, block) for block in (4, 5)]
 
 
 class TestBuffers:
