@@ -45,6 +45,7 @@ PIECE_BYTES = 62_000
 _APPEND, _OVERWRITE = 0, 2  # values of the field append_action
 
 _UNSAFE = re.compile(rb"[\r\n\0]")
+_NOT_PRINTABLE = re.compile(rb"[^!-~]")
 _OF_REQUEST_LINE = (b":path", b":method")
 
 CONTINUE = ProcessingResponse(request_headers=HeadersResponse())
@@ -61,8 +62,8 @@ def read_headers(http_headers: Any) -> tuple[dict[bytes, bytes], Headers, bool]:
     headers: Headers = []
     for header in http_headers.headers.headers:
         name, value = header.key.lower().encode(), header.raw_value or header.value.encode()
-        has_space = b" " in name or (name in _OF_REQUEST_LINE and b" " in value)
-        if has_space or _UNSAFE.search(name) or _UNSAFE.search(value):
+        unsafe_value = _NOT_PRINTABLE if name in _OF_REQUEST_LINE else _UNSAFE
+        if _NOT_PRINTABLE.search(name) or unsafe_value.search(value):
             raise ValueError(f"the header {header.key[:80]!r} is not valid in HTTP")
         if name.startswith(b":"):
             pseudo[name] = value

@@ -119,7 +119,8 @@ class _Stream:
         self._router = router
         self._context = context
         self._outbox: deque[Any] = deque()
-        self._is_writing = self._is_cut = False
+        self._writing = asyncio.Lock()
+        self._failure: tuple[grpc.StatusCode, str] | None = None  # status with which the stream has to end
         self._takes_message = False
         self._request: GatewayRequest | None = None
         self._running: asyncio.Task[Any] | None = None
@@ -144,7 +145,7 @@ class _Stream:
                 try:
                     self._take_message(message, is_first)
                 except ValueError as exc:
-                    await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
+                    self._failure = grpc.StatusCode.INVALID_ARGUMENT, str(exc)
                 self._takes_message = is_first = False
                 await self._flush()
         except asyncio.CancelledError:
@@ -156,6 +157,7 @@ class _Stream:
             request, self._request, self._running = self._request, None, None
             if request is not None:
                 request.on_client_gone()
+        await self._flush()  # gRPC cannot end a stream while a message is being written
 
     def _take_message(self, message: Any, is_first: bool) -> None:
         if self._request is not None:
@@ -179,7 +181,7 @@ class _Stream:
                 seconds = READ_SECONDS if left == unheard else self._timeout
                 message = f"the rest of the request did not arrive within {seconds:g} s"
                 request.refuse(Refused(ApiError(408, message, "request_incomplete")))
-        elif self._is_writing or (request is not None and not (request.response_complete or request.disconnected)):
+        elif self._writing.locked() or not (request is None or request.response_complete or request.disconnected):
             left = 0.0  # the request is being served, with the time limits of ``Proxy``, or the gateway reads slowly
         else:
             left = unheard
@@ -192,7 +194,7 @@ class _Stream:
     def hang_up(self, request: GatewayRequest) -> None:
         """End the stream with an error, because the response cannot be completed."""
         if not request.disconnected:
-            self._is_cut = True
+            self._failure = grpc.StatusCode.ABORTED, "the response to the client cannot be completed"
             self._flush_soon()
 
     def on_response_complete(self) -> None:
@@ -205,7 +207,7 @@ class _Stream:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        if not self._takes_message and not self._is_writing:
+        if not self._takes_message and not self._writing.locked():
             task = self.loop.create_task(self._flush())
             self.tasks.add(task)
             task.add_done_callback(self._on_flushed)
@@ -216,10 +218,7 @@ class _Stream:
             _log.debug("the gateway ended a stream while the picker wrote to it: %s", error)  # ``run`` notices it, too
 
     async def _flush(self) -> None:
-        if self._is_writing:
-            return
-        self._is_writing = True
-        try:
+        async with self._writing:
             while self._outbox:
                 await self._context.write(self._outbox.popleft())
                 self._active_at = self.loop.time()
@@ -227,10 +226,9 @@ class _Stream:
                     self.flow.write_paused = False
                     if self._request is not None and self._request.on_ready is not None:
                         self._request.on_ready()
-            if self._is_cut:
-                await self._context.abort(grpc.StatusCode.ABORTED, "the response to the client cannot be completed")
-        finally:
-            self._is_writing = False
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                await self._context.abort(*failure)
 
     def _serve_request(self, request: GatewayRequest) -> None:
         """Serve a complete request: by an instance, or by the router itself if its path needs no instance."""
@@ -271,5 +269,8 @@ class _Stream:
             else:
                 pieces.append(message.get("body", b""))
 
-        await self._router(scope, receive, send)
+        try:
+            await self._router(scope, receive, send)
+        except Exception:
+            _log.exception("%s %s failed", request.method, request.path)
         request.send_response(status, headers, b"".join(pieces))

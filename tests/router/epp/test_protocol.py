@@ -298,6 +298,60 @@ def test_a_response_without_status_is_refused(make_client: MakeClient, stand_in:
     assert [instance.load.requests for instance in client.router.app.registry] == [0]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat completions", "/v1/models?a=\u00e4", "/v1/models\r\nx: y"])
+def test_a_path_that_is_not_valid_in_http_is_refused(make_client: MakeClient, path: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="the header ':path' is not valid in HTTP"):
+        make_client().exchange([make_head(path)], 1)
+
+
+def test_a_failure_of_the_control_plane_is_500(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    client, head = make_client(), make_head("/v1/models", method="GET")
+    monkeypatch.setattr(type(client.router.app), "__call__", fail)
+    head.request_headers.end_of_stream = True
+    (answer,) = client.exchange([head], 1)
+    assert answer.immediate_response.status.code == 500
+
+
+def test_a_stream_does_not_end_while_a_message_is_being_written(make_client: MakeClient) -> None:
+    from router.epp.picker import _Stream
+
+    client, head = make_client(), make_head("/v1/models", method="GET")
+    head.request_headers.end_of_stream = True
+
+    class SlowGateway:
+        """Closes its half of the stream while it receives the first message."""
+
+        def __init__(self) -> None:
+            self.messages = [head]
+            self.receives, self.may_end = asyncio.Event(), asyncio.Event()
+
+        async def read(self) -> Any:
+            if self.messages:
+                return self.messages.pop()
+            await self.receives.wait()
+            return grpc.aio.EOF
+
+        async def write(self, _: Any) -> None:
+            self.receives.set()
+            await self.may_end.wait()
+
+    async def close_early() -> bool:
+        gateway = SlowGateway()
+        running = asyncio.ensure_future(_Stream(client.router.app, gateway).run())
+        await gateway.receives.wait()
+        for _ in range(20):  # more turns of the event loop than the stream needs to notice the end
+            await asyncio.sleep(0)
+        has_ended = running.done()
+        gateway.may_end.set()
+        await asyncio.wait_for(running, 10)
+        return has_ended
+
+    assert not client.thread.run(close_early())
+
+
 @pytest.mark.parametrize("num_sent", [1, 2], ids=["head", "part of the body"])
 def test_an_incomplete_request_is_408_and_its_stream_ends(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, num_sent: int
