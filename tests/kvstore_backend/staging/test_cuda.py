@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvstore_backend.staging.cuda import CudaDevice
+from kvstore_backend.staging.cuda import CudaDevice, find_architecture
 
 CALLS: list[str] = []
 
@@ -111,3 +111,18 @@ def test_a_thread_is_bound_to_the_device_of_the_memory(monkeypatch: pytest.Monke
 def test_a_copy_that_waits_for_nothing_begins_at_once(device: CudaDevice) -> None:
     assert device.open_stream().queue([], None) is not None
     assert CALLS == ["enter", "record on the side stream", "leave"]
+
+
+@pytest.mark.parametrize(
+    ("hip", "has_gpu", "architecture"),
+    [("6.2", True, "gfx942"), (None, True, "9.0"), (None, False, "")],
+    ids=["AMD", "NVIDIA", "none"],
+)
+def test_the_architecture_is_that_of_the_current_gpu(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, has_gpu: bool, architecture: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(gcnArchName="gfx942"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert find_architecture() == architecture
