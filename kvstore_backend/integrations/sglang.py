@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 # Members of the extra configuration: ours, and those of SGLang that are similar to them.
 _OPTIONS = ("pool", "interface_v1", "model_path", "weights_version", "kv_cache_dtype")
-_SGLANGS_OPTIONS = ("backend_name", "module_path", "class_name")
+_SGLANGS_OPTIONS = ("backend_name", "module_path", "class_name", "protocol")
 # Types that host memory has for KV in one of two fp8 formats, or in a format of four bits.
 _PLAIN_BYTES = ("torch.uint8", "torch.int8")
 # If the server's pages have this format, SGLang appends its name to the model's name.

@@ -711,7 +711,7 @@ def test_an_unusable_configuration_is_refused(attach: Attach, extra: dict[str, A
 
 
 def test_options_of_sglang_are_accepted(attach: Attach) -> None:
-    names = ("allocator", "file_storage_path", "prefetch_threshold", "prefetch_timeout_base", "tp_lcm_size")
+    names = ("allocator", "file_storage_path", "prefetch_threshold", "prefetch_timeout_base", "protocol", "tp_lcm_size")
     assert attach(HostMemory(), {"backend_name": "kvstore", **dict.fromkeys(names, 1)}).is_ready
 
 
