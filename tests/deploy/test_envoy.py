@@ -21,7 +21,7 @@ def test_envoy_accepts_the_configuration() -> None:
 
 
 def test_the_pool_its_service_and_its_picker_have_matching_names_and_ports() -> None:
-    pool, service, deployment, *_ = yaml.safe_load_all(POOL.read_text())
+    pool, service, registration, deployment, *_ = yaml.safe_load_all(POOL.read_text())
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     kubernetes_validate.validate(deployment, "1.34", strict=True)
@@ -40,7 +40,9 @@ def test_the_pool_its_service_and_its_picker_have_matching_names_and_ports() -> 
     assert picker["name"] == service["metadata"]["name"]
     assert picker["port"]["number"] == settings.epp_port
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    ports = {port["targetPort"] for port in service["spec"]["ports"]}
+    assert registration["spec"]["selector"] == service["spec"]["selector"]
+    assert registration["spec"]["publishNotReadyAddresses"] is True  # no picker is ready before instances register
+    ports = {port["targetPort"] for each in (service, registration) for port in each["spec"]["ports"]}
     assert ports == {settings.port, settings.epp_port} == {port["containerPort"] for port in container["ports"]}
     grace = settings.shutdown_delay_secs + settings.shutdown_grace_secs
     assert pod["spec"]["terminationGracePeriodSeconds"] > grace
@@ -49,7 +51,7 @@ def test_the_pool_its_service_and_its_picker_have_matching_names_and_ports() -> 
 
 
 def test_network_policies_admit_gateways_and_the_picker() -> None:
-    pool, _, deployment, *policies = yaml.safe_load_all(POOL.read_text())
+    pool, _, _, deployment, *policies = yaml.safe_load_all(POOL.read_text())
     for policy in policies:
         kubernetes_validate.validate(policy, "1.34", strict=True)
     to_picker, to_instances = (policy["spec"] for policy in policies)
