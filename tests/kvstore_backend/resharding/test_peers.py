@@ -135,6 +135,17 @@ def test_a_read_may_begin_in_the_middle_of_a_run(store: CountingStore) -> None:
     ] * 3
 
 
+def test_a_read_in_the_middle_of_a_run_combines_both_shardings(store: CountingStore) -> None:
+    write(store, 2)
+    hashes = store_blocks(own := pool_of(store, OWN), WHOLE, TOKENS)
+    own.remove_blocks([hashes[i] for i in (3, 4)])
+    reader = Reader(store)
+    run = reader.look_up()
+    assert run == Run(8, sharding(2), (range(3, 5),))
+    assert reader.read(run, begin=1) == 7
+    assert [memory.content == WHOLE.block(OWN, i) for i, memory in enumerate(reader.memories)] == [False] + [True] * 7
+
+
 def test_the_sharding_that_adds_the_most_blocks_is_chosen(store: CountingStore) -> None:
     write(store, 2, tokens=64)
     write(store, 4, tokens=96)
