@@ -66,6 +66,7 @@ class SsdFolder:
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(f"{_LEFT} {_boot_id()} {time.monotonic()}".encode())
+                fcntl.flock(self._mark, fcntl.LOCK_UN)  # a forked child has a copy of the open file
             self._mark.close()
             self._mark = None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 from kvstore_backend.stores import ssd_folder
 from kvstore_backend.stores.file.ledger import BOOT_ID_FILE
 from kvstore_backend.stores.ssd_folder import SsdFolder
+from tests.support.forking import in_forked_child
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -73,6 +77,26 @@ def test_two_live_owners_use_one_folder_without_a_wait(tmp_path: Path, waits: li
     first.remove_mark()
     second.remove_mark()
     assert waits == []
+
+
+def test_a_forked_child_does_not_hide_that_its_parent_has_left(tmp_path: Path) -> None:
+    folder, (reading, writing) = SsdFolder(str(tmp_path)), os.pipe()
+
+    def leave() -> None:
+        os.read(reading, 1)
+        folder.leave()
+
+    def find_mark() -> str:
+        os.write(writing, b"!")
+        wait_until(lambda: ssd_folder._remove_dead_marks(tmp_path) > 0, "the mark of the parent", 10)
+        return "found"
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    assert in_forked_child(find_mark) == "found"
+    leaving.join()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_missing_folder_raises_nothing_and_an_empty_path_is_the_default_folder(
