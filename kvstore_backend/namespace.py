@@ -31,6 +31,7 @@ __all__ = [
     "digest_fields",
     "find_age",
     "fingerprint_config",
+    "fingerprint_file",
     "fingerprint_model",
     "key_prefix",
     "mark_changed_weights",
@@ -192,6 +193,20 @@ def fingerprint_config(folder: str | Path) -> str:
         ConfigError: config.json is missing or cannot be read.
     """
     return hashlib.sha256(_read_configuration(Path(folder))).hexdigest()[:32]
+
+
+def fingerprint_file(path: str | Path) -> str:
+    """Return a digest of a single file with weights: of its size and of samples, as in ``fingerprint_model``.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        size = Path(path).stat().st_size
+        with Path(path).open("rb") as file:
+            return hashlib.sha256(b"".join([b"%d:" % size, *_sample_file(file, size)])).hexdigest()[:32]
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
 
 
 def mark_changed_weights(version: str, folder: str | Path, age: float | None = None) -> str:

@@ -55,7 +55,7 @@ from kvstore_backend.integrations.sglang_settings import (
     NEUTRAL_VARIABLES,
 )
 from kvstore_backend.manifest import collect_facts
-from kvstore_backend.namespace import Namespace, fingerprint_model, mark_changed_weights
+from kvstore_backend.namespace import Namespace, fingerprint_file, fingerprint_model, mark_changed_weights
 from kvstore_backend.pool import BlockPool, count_leading, open_pool
 from kvstore_backend.staging.cuda import find_architecture
 
@@ -439,14 +439,16 @@ def _list_adapters(server: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _name_weights(server: Mapping[str, object]) -> dict[str, str]:
-    """Return a name for the weights if ``model_path`` is not a folder; {} if it is one.
+    """Return which weights SGLang loads if ``model_path`` is not a folder; {} if it is one.
 
-    The name is that of a file (GGUF), of which a folder may have several, or a name at a hub or in an object store.
+    They can be a file (GGUF), whose content is sampled, or a name at a hub or in an object store.
     """
     path = str(server.get("model_path") or "")
     if Path(path).is_dir():
         return {}
-    return {"weights": Path(path).name if Path(path).is_file() else f"{path} {server.get('revision') or ''}".strip()}
+    if Path(path).is_file():
+        return {"weights": fingerprint_file(path)}
+    return {"weights": f"{path} {server.get('revision') or ''}".strip()}
 
 
 def _read_defaults() -> Mapping[str, object]:

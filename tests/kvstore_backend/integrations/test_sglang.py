@@ -285,17 +285,18 @@ def test_two_models_with_the_same_served_name_share_no_pages(attach: Attach, mod
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"model_path": "{}/a-Q4.gguf"}, {"model_path": "{}/a-Q8.gguf"}),
+        ({"model_path": "{}/Q4/a.gguf"}, {"model_path": "{}/Q8/a.gguf"}),
         ({"model_path": "owner/one"}, {"model_path": "owner/other"}),
         ({"model_path": "owner/one", "revision": "1"}, {"model_path": "owner/one", "revision": "2"}),
     ],
-    ids=["two files of a folder", "two names", "two revisions"],
+    ids=["two files", "two names", "two revisions"],
 )
 def test_other_weights_with_the_same_configured_folder_share_no_pages(
     attach: Attach, model: Path, one: dict[str, str], other: dict[str, str]
 ) -> None:
-    for name in ("a-Q4.gguf", "a-Q8.gguf"):
-        (model / name).write_bytes(name.encode())
+    for name in ("Q4", "Q8"):
+        (model / name).mkdir()
+        (model / name / "a.gguf").write_bytes(name.encode())
     digests = set()
     for settings in (one, other):
         set_settings({key: text.format(model) for key, text in settings.items()})
