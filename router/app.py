@@ -54,6 +54,7 @@ from router.http import (
     UpstreamError,
     echo_request_id,
     error_reply,
+    find_foreign_page,
     is_normal_path,
     json_reply,
     parse_object,
@@ -207,6 +208,11 @@ class RouterApp:
             route = find_route(scope["path"])
             if route is None:
                 await error_reply(_explain_unknown_path(scope["path"]), scope["path"])(scope, receive, send)
+                return
+            is_order = scope["method"] == "POST" and not scope["path"].startswith("/v1/")
+            if is_order and (page := find_foreign_page(scope["headers"])):
+                message = f"pages of the origin {page!r} may not use {scope['path']} of this router"
+                await error_reply(ApiError(403, message, "origin_not_allowed"), scope["path"])(scope, receive, send)
                 return
             try:
                 self.auth.check_access(route.access, scope["headers"])

@@ -32,7 +32,7 @@ from router.http.body import (
     splice_parts,
     whole_number,
 )
-from router.http.cors import Cors
+from router.http.cors import Cors, find_foreign_page
 from router.http.errors import (
     ConnectFailed,
     ConnectRefused,
@@ -102,6 +102,7 @@ __all__ = [
     "end_to_end",
     "error_reply",
     "estimate_tokens",
+    "find_foreign_page",
     "find_model",
     "find_request_id",
     "hide_escapes",

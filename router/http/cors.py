@@ -12,7 +12,7 @@ from collections.abc import Collection
 from router.http.api_error import ApiError
 from router.http.message import Headers, Response
 
-__all__ = ["Cors"]
+__all__ = ["Cors", "find_foreign_page"]
 
 METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE"
 # Headers that a script may read in addition to those in the standard.
@@ -62,6 +62,17 @@ class Cors:
         if wanted := _find_header(headers, b"access-control-request-headers"):
             allowed.append((b"access-control-allow-headers", wanted))
         return Response(204, allowed, b"")
+
+
+def find_foreign_page(headers: Headers) -> str:
+    """Return the origin of the web page whose script or form sends a request; ``""`` if it is the router's own origin,
+    or if no page sends the request.
+
+    Browsers send simple requests of all pages, and only hide the responses.
+    """
+    origin = _find_header(headers, b"origin")
+    is_own = origin.partition(b"://")[2] == _find_header(headers, b"host")
+    return "" if is_own else origin.decode("latin-1")
 
 
 def _find_header(headers: Headers, wanted: bytes) -> bytes:

@@ -241,3 +241,15 @@ def test_a_page_in_chromium_that_is_not_allowed_reads_no_response(
         found = page.run(SCRIPT % json.dumps(router.url + CHAT), tmp_path)
     assert found == {"failed": "TypeError: Failed to fetch"}
     assert [request for request in instance.received if request.method != "OPTIONS"] == []
+
+
+@pytest.mark.parametrize("path", ["/admin/drain", "/register"])
+def test_a_page_of_another_origin_cannot_send_orders(make_router: MakeRouter, stand_in: MakeStandIn, path: str) -> None:
+    """A browser sends the text of a form to every address that it reaches, such as a router at 127.0.0.1."""
+    instance = stand_in()
+    router = make_router(instance)
+    body = json.dumps({"instance": instance.key, **instance.registration()})
+    for origin, status in ((OTHER, 403), ("null", 403), (router.url, 200), ("", 200)):
+        headers = {"content-type": "text/plain", **({"origin": origin} if origin else {})}
+        answer = router.client.post(path, content=body, headers=headers)
+        assert (origin, answer.status_code) == (origin, status)
