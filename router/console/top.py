@@ -259,7 +259,7 @@ def _draw_origins(history: History, width: int) -> Text:
     """Render a bar that shows where prompt tokens came from: an own cache, the pool, or computation."""
     shares = share_origins(history.count_span(SPAN, count_origins), with_handed_over=False)
     if not shares:
-        return Text("prompts  no tokens in the last minute")
+        return Text("prompts  no tokens in this time")
     bar, legend, drawn, total = Text("prompts  "), Text("         "), 0, 0.0
     length = max(10, min(MAX_BAR, width - len(bar) - 1))
     for origin in shares:

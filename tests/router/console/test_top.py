@@ -17,7 +17,7 @@ import pytest
 
 from router.console.top import main
 from tests.router.conftest import MakeRouter, MakeStandIn
-from tests.router.stand_in import Behaviour, Received, Responder, chat_answer
+from tests.router.stand_in import Behaviour, Received, Responder, answers, chat_answer
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
@@ -103,6 +103,14 @@ def test_an_instance_without_metrics_is_reported_in_one_sentence(
     assert main(["--router", make_router(instance).url, "--once", "--interval", "0.1"]) == 0
     message = f"{instance.key}: {instance.url}/metrics answers with status 404.\n"
     assert capsys.readouterr().out.endswith(message)
+
+
+def test_one_report_does_not_say_that_an_earlier_minute_was_without_prompts(
+    make_router: MakeRouter, stand_in: MakeStandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = make_router(stand_in(behave=answers(200, b'kvstore_prompt_tokens_total{origin="pool"} 64\n')))
+    assert main(["--router", router.url, "--once", "--interval", "0.1"]) == 0
+    assert "prompts  no tokens in this time\n" in capsys.readouterr().out
 
 
 def test_a_router_that_does_not_answer_is_reported_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
