@@ -800,6 +800,8 @@ class _Final:
         self._world = world
         self.living = [each for each in world.instances.values() if each.process.is_alive and not each.is_leaving]
         self.is_over = False
+        self._saved_at: dict[str, float] = {}
+        """Time of the last save in each namespace."""
         self._steps: list[tuple[_Instance, Callable[[], None]]] = []
         for instance in self.living:
             self._steps.append((instance, partial(self._check_rest, instance)))
@@ -852,6 +854,7 @@ class _Final:
         time.sleep(11.0)  # until the leases on old blocks end: otherwise the new blocks would be evicted first
         for _ in range(4):
             if all(statuses := self._move(instance, prompt, is_save=True)):
+                self._saved_at[instance.namespace.digest] = self._world.now
                 return
             time.sleep(2.0)
         if is_last:
@@ -860,16 +863,16 @@ class _Final:
     def _read(self, instance: _Instance, prompt: _Prompt, is_last: bool) -> None:
         """Check that blocks that were just saved can be read."""
         statuses = self._move(instance, prompt, is_save=False)
-        if is_last and not all(statuses) and self._has_manifests():
+        if is_last and not all(statuses) and self._has_manifests(self._saved_at[instance.namespace.digest]):
             self._world.fail("recovery", f"{instance.process.name} does not find prompt {prompt} now: {statuses}")
 
-    def _has_manifests(self) -> bool:
-        """Whether the pool has all instances' manifests.
+    def _has_manifests(self, since: float) -> bool:
+        """Whether the pool has had all instances' manifests since a time.
 
         They are much larger than blocks here. So each put of a manifest may evict all blocks, and still find no gap.
         """
-        wanted = {manifest_key(each.namespace.digest) for each in self.living}
-        return wanted.issubset(self._world.cluster.objects)
+        found = [self._world.cluster.objects.get(manifest_key(each.namespace.digest)) for each in self.living]
+        return all(each is not None and each.begun_at < since for each in found)
 
     def _move(self, instance: _Instance, prompt: _Prompt, *, is_save: bool) -> list[Status]:
         pool, digest = instance.pool, bytes.fromhex(instance.namespace.digest)
