@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -179,7 +180,7 @@ class RouterClient:
     def _explain_failure(self, exc: httpx.HTTPError) -> RouterError:
         if is_certificate_refused(exc):
             return UntrustedCertificate(f"the router at {self.url} {CERTIFICATE_REMEDY}: {exc}")
-        return RouterAway(f"the router at {self.url} does not answer: {exc or type(exc).__name__}")
+        return RouterAway(f"the router at {self.url} does not answer: {str(exc) or type(exc).__name__}")
 
     async def _fetch_object(self, path: str, *names: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a GET, or a POST if there is a ``body``. Return what ``_read_object`` returns for the response."""
@@ -200,7 +201,9 @@ class RouterClient:
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
-            response = await self._http.request(method, path, json=body)
+            response = await asyncio.wait_for(self._http.request(method, path, json=body), TIMEOUT_SECONDS)
+        except asyncio.TimeoutError:  # httpx's timeout is for each read
+            raise RouterAway(f"the router at {self.url} does not answer within {TIMEOUT_SECONDS:g} s") from None
         except httpx.HTTPError as exc:
             raise self._explain_failure(exc) from None
         if response.status_code in (401, 403):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import ssl
 from typing import Any
 
@@ -23,6 +25,7 @@ __all__ = ["ScrapeError", "Scraper"]
 TIMEOUT_SECONDS = 3.0
 # Maximum number of clients whose memory is shown. A master lists the memory of each client.
 _MAX_SEGMENTS = 64
+_MAX_PAGE_BYTES = 16 << 20
 
 
 class ScrapeError(Exception):
@@ -51,7 +54,7 @@ class Scraper:
         """
         page = await self._fetch(listed.metrics_url)
         try:
-            return read_instance_figures(parse_samples(page.text), listed)
+            return read_instance_figures(parse_samples(page), listed)
         except ValueError as exc:
             raise ScrapeError(f"{listed.metrics_url} does not have Prometheus's format: {exc}") from None
 
@@ -68,7 +71,7 @@ class Scraper:
         if "role" not in health:
             raise ScrapeError(f"the server at {address} is not a mooncake_master: its /health reports no role")
         try:
-            figures = parse_plain_metrics((await self._fetch(f"http://{address}/metrics")).text)
+            figures = parse_plain_metrics(await self._fetch(f"http://{address}/metrics"))
         except ValueError as exc:
             raise ScrapeError(f"http://{address}/metrics does not have Prometheus's format: {exc}") from None
         try:
@@ -79,18 +82,28 @@ class Scraper:
 
     async def _fetch_object(self, url: str) -> dict[str, Any]:
         try:
-            found = (await self._fetch(url)).json()
+            found = json.loads(await self._fetch(url))
         except ValueError:
             found = None
         if not isinstance(found, dict):
             raise ScrapeError(f"the page {url} is not a JSON object")
         return found
 
-    async def _fetch(self, url: str) -> httpx.Response:
+    async def _fetch(self, url: str) -> str:
         try:
-            response = await self._http.get(url)
+            return await asyncio.wait_for(self._read_page(url), TIMEOUT_SECONDS)
+        except asyncio.TimeoutError:  # httpx's timeout is for each read
+            raise ScrapeError(f"{url} does not answer within {TIMEOUT_SECONDS:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise ScrapeError(f"{url} does not answer: {exc or type(exc).__name__}") from None
-        if response.status_code != 200:
-            raise ScrapeError(f"{url} answers with status {response.status_code}")
-        return response
+            raise ScrapeError(f"{url} does not answer: {str(exc) or type(exc).__name__}") from None
+
+    async def _read_page(self, url: str) -> str:
+        page = bytearray()
+        async with self._http.stream("GET", url) as response:
+            if response.status_code != 200:
+                raise ScrapeError(f"{url} answers with status {response.status_code}")
+            async for data in response.aiter_bytes():
+                page += data
+                if len(page) > _MAX_PAGE_BYTES:
+                    raise ScrapeError(f"the page {url} is longer than {_MAX_PAGE_BYTES:,} bytes")
+        return page.decode(errors="replace")

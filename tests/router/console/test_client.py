@@ -11,7 +11,7 @@ import pytest
 
 from router.console.client import RouterClient, RouterError, TokenWanted, UntrustedCertificate
 from tests.router.conftest import MakeRouter, MakeStandIn
-from tests.router.stand_in import Behaviour, Received, Responder, answers, streams
+from tests.router.stand_in import Behaviour, Received, Responder, answers, stalls, streams
 from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
 from tests.support.threaded_http import QuietHandler, ThreadedServer
@@ -85,6 +85,12 @@ def test_the_error_for_an_unreachable_router_is_one_sentence() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RouterError, match=f"^the router at {url} does not answer: "):
         run_client(url, RouterClient.read_metrics)
+
+
+def test_a_router_that_hangs_is_reported_with_the_time(stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.console.client.TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(RouterError, match=r"does not answer within 0\.1 s$"):
+        run_client(stand_in(behave=stalls()).url, RouterClient.read_metrics)
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable
 from pathlib import Path
 
+import pytest
+
 from router.console.client import RouterClient
 from router.console.dashboard.collector import Collector
 from router.console.dashboard.history import Moment
 from router.console.dashboard.scraper import Scraper
 from tests.router.conftest import MakeRouter, MakeStandIn
-from tests.router.stand_in import answers
+from tests.router.stand_in import Received, Responder, answers
 from tests.support.mooncake import MooncakeMaster
 from tests.support.ports import free_port
 
@@ -74,6 +76,35 @@ def test_a_restart_that_lasts_longer_than_a_poll_is_an_event(make_router: MakeRo
             await collector.close()
 
     assert asyncio.run(poll_during_restart()) == ["restarted: its counters began at 0"]
+
+
+def test_an_instance_that_sends_its_metrics_too_slowly_does_not_delay_a_poll(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drip(request: Received, respond: Responder) -> None:
+        if request.target != "/metrics":
+            await respond.answer(200, b"{}")
+            return
+        await respond.start_stream("text/plain")
+        for _ in range(30):
+            await respond.chunk(b"# a comment\n")
+            await asyncio.sleep(0.1)  # the time that the answer takes, not a wait
+        await respond.end_stream()
+
+    instance = stand_in(behave=drip)
+    router = make_router(instance)
+    monkeypatch.setattr("router.console.dashboard.scraper.TIMEOUT_SECONDS", 0.5)
+    trouble = poll(router.url).instances[instance.key].trouble
+    assert trouble == f"{instance.url}/metrics does not answer within 0.5 s"
+
+
+def test_metrics_of_unlimited_length_are_not_read(
+    make_router: MakeRouter, stand_in: MakeStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance = stand_in(behave=answers(200, PAGE * 100))
+    router = make_router(instance)
+    monkeypatch.setattr("router.console.dashboard.scraper._MAX_PAGE_BYTES", 1000)
+    assert poll(router.url).instances[instance.key].trouble.endswith("/metrics is longer than 1,000 bytes")
 
 
 def test_a_failed_poll_of_a_router_is_one_sentence() -> None:
