@@ -207,22 +207,26 @@ def test_traffic_shows_responses_times_and_errors(
 
 
 def test_a_value_without_neighbours_is_a_point_wherever_it_is(
-    router: RouterUnderTest, engine: Engine, page: Page
+    browser: Browser, thread: LoopThread, make_router: MakeRouter, instance: StandIn, engine: Engine, tmp_path: Path
 ) -> None:
-    open_view(page, "/traffic", "Concurrent requests")
+    router = make_router(instance)
     engine.may_continue.set()
-    with router.stream() as stream:
-        stream.read()
-    points = page.get_by_role("img", name="Time to the first token").locator("path[d^='M1 0A']")
     places: set[int] = set()
+    with running_dashboard(thread, tmp_path) as own, browser.new_page(base_url=own.url) as page:
+        own.router.lead_to(router.port)
+        open_view(page, "/traffic", "Concurrent requests")
+        page.locator(".alive .dot.good").wait_for()
+        with router.stream() as stream:
+            stream.read()
+        points = page.get_by_role("img", name="Time to the first token").locator("path[d^='M1 0A']")
 
-    def has_moved() -> bool:
-        """Return whether the point was seen at two places: below it, "now" was a label of the axis only at first."""
-        boxes = points.evaluate_all("found => found.map(each => each.getBoundingClientRect().toJSON())")
-        places.update(round(box["x"]) for box in boxes if box["width"] > 1)
-        return len(places) > 1
+        def has_moved() -> bool:
+            """Return whether the point was seen at two places. Below the first, "now" is a label of the axis."""
+            boxes = points.evaluate_all("found => found.map(each => each.getBoundingClientRect().toJSON())")
+            places.update(round(box["x"]) for box in boxes if box["width"] > 1)
+            return len(places) > 1
 
-    wait_until(has_moved, "the point at its second place", 30.0)  # after 60 s, it is below the next label
+        wait_until(has_moved, "the point at its second place", 30.0)  # after 60 s, it is below the next label
 
 
 def test_drain_resume_and_weight_need_a_confirmation(router: RouterUnderTest, instance: StandIn, page: Page) -> None:
