@@ -72,6 +72,8 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
             'compare them with those of other instances; set "weights_version" in kv_connector_extra_config to another '
             "text for each version of the weights"
         )
+    if vllm_config.model_config.enable_sleep_mode:
+        _require_safe_sleep(vllm_config)
     media = vllm_config.model_config.multimodal_config
     has_media = media is not None and not media.language_model_only
     if has_media and not media.mm_processor_cache_gb and not cache.enable_prefix_caching:
@@ -93,6 +95,21 @@ def check_support(vllm_config: Any, kv_cache_config: Any) -> list[Group]:
     if len(groups) > 1 or groups[0].kind != "full":
         _require_plain_groups(vllm_config, kv_cache_config, list(itertools.chain.from_iterable(specs)))
     return groups
+
+
+def _require_safe_sleep(vllm_config: Any) -> None:
+    """Raise ``ConfigError`` if vLLM's sleep mode could discard memory that a transfer still uses."""
+    if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # then vLLM does not wait until the connector needs no further steps
+        raise ConfigError(
+            "--enable-sleep-mode is on, and VLLM_ENABLE_V1_MULTIPROCESSING is 0 (the executor external_launcher sets "
+            "it, too); vLLM then sleeps while blocks are being saved, and wrong KV would reach the pool; use only one "
+            "of the two, or leave --kv-transfer-config out"
+        )
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get("memory") == "direct":
+        raise ConfigError(
+            '--enable-sleep-mode is on, and "memory" in kv_connector_extra_config is "direct"; when vLLM sleeps, it '
+            'discards the memory that Mooncake uses; set "memory" to "staged", or leave --enable-sleep-mode out'
+        )
 
 
 def list_specs(spec: Any) -> list[Any]:

@@ -78,7 +78,7 @@ def make_configs(spec: Any, extra: dict[str, Any], **changes: object) -> tuple[A
     cache = {"prefix_caching_hash_algo": "sha256", "calculate_kv_scales": False, "block_size": 16}
     cache["enable_prefix_caching"] = True
     model: dict[str, object] = {"is_diffusion": False, "is_prefix_caching_supported": True, "multimodal_config": None}
-    model |= {"model_weights": "", "is_mm_prefix_lm": False}
+    model |= {"model_weights": "", "is_mm_prefix_lm": False, "enable_sleep_mode": False}
     vllm_config = SimpleNamespace(
         kv_events_config=None,
         speculative_config=None,
@@ -169,6 +169,7 @@ def make_plain(kind: Any) -> Any:
         ({}, {"calculate_kv_scales": True}, "different scales"),
         ({}, {"load_format": "tensorizer"}, "--load-format tensorizer vLLM reads weights that are not in the model's"),
         ({}, {"model_weights": "s3://models/a"}, "model_weights s3://models/a vLLM reads weights"),
+        ({"memory": "direct"}, {"enable_sleep_mode": True}, "when vLLM sleeps, it discards the memory that Mooncake"),
         ({}, {"is_diffusion": True}, "depends on later tokens"),
         ({}, {"use_non_causal": True}, "depends on later tokens"),
         ({}, {"is_prefix_caching_supported": False}, "vLLM supports no prefix caching for the model"),
@@ -265,6 +266,17 @@ def test_the_older_ray_executor_is_refused_with_pipeline_stages(
     changes = {"distributed_executor_backend": executor, "pipeline_parallel_size": num_stages}
     configs = make_configs(spec, {"pool": f"file://{tmp_path}/pool"}, **changes)
     with pytest.raises(ConfigError, match="would never end") if is_refused else contextlib.nullcontext():
+        KVStoreConnector(*_ordered(configs)).shutdown()
+
+
+@pytest.mark.parametrize("is_separate", [True, False])
+def test_sleep_mode_is_refused_if_the_engine_runs_in_the_callers_process(
+    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_separate: bool
+) -> None:
+    """``InprocClient`` discards the KV at once; the engine's own process first makes the steps that the saves need."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(is_separate)))
+    configs = make_configs(spec, {"pool": f"file://{tmp_path}/pool"}, enable_sleep_mode=True)
+    with contextlib.nullcontext() if is_separate else pytest.raises(ConfigError, match="vLLM then sleeps while"):
         KVStoreConnector(*_ordered(configs)).shutdown()
 
 
