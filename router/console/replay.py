@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         begins_at = since if since >= 0 else lines[-1].time + since
         shown = [line for line in lines if line.time >= begins_at and (not flags.request or flags.request in line.ids)]
         _print_lines(lines[0].time, shown)
+        if not shown:
+            print("kvrouter replay: the recording has no entries of this time and request", file=sys.stderr)
     return 0 if is_whole else 1
 
 

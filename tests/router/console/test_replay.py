@@ -121,6 +121,12 @@ def test_one_request_is_found_by_any_of_its_ids(tmp_path: Path, capsys: pytest.C
     assert all("request job-1 " in line for line in lines)
 
 
+def test_an_id_that_the_recording_does_not_have_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "flight-1.jsonl", BEGIN, REQUEST, STOP)
+    assert main([str(path), "--request", "another"]) == 0
+    assert capsys.readouterr().err == "kvrouter replay: the recording has no entries of this time and request\n"
+
+
 @pytest.mark.parametrize(("since", "count"), [("9s", 8), ("0.1m", 1), ("8.2s", 3), ("1970-01-01T00:16:42Z", 3)])
 def test_since_shows_only_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str, count: int) -> None:
     path = write(tmp_path / "flight-1.jsonl", BEGIN, REQUEST, STOP)
