@@ -13,4 +13,6 @@ import router.launch.worker  # noqa: F401  # so that workers have all modules wh
 
 __all__: list[str] = []
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # see ``start_forkserver``

@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,11 +73,12 @@ def start_forkserver(module: str) -> None:
     """Start the process from which workers are forked, without waiting for it. It imports ``module`` in advance."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
-    # The new process inherits that it ignores these signals. Ctrl-C reaches it, too, and would end it while it imports.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    # The new process inherits that these signals are blocked, and ``module`` unblocks them. Ctrl-C reaches it, too, and
+    # would end it while it imports. This process gets a signal that arrives now as soon as the other one has started.
+    resource_tracker.ensure_running()  # otherwise the fork server's start would start it, which unblocks the signals
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     forkserver.ensure_running()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class Supervisor:

@@ -764,3 +764,18 @@ def test_the_process_that_forks_workers_survives_a_signal_while_it_imports(
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.stderr) == ("forked\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start_of_the_process_that_forks_workers_is_not_lost(number: signal.Signals) -> None:
+    code = (
+        "import os, signal\n"
+        "from multiprocessing import forkserver\n"
+        "from router.sharing.supervisor import start_forkserver\n"
+        f"signal.signal({int(number)}, signal.SIG_DFL)\n"
+        "start = forkserver.ensure_running\n"
+        f"forkserver.ensure_running = lambda: (os.kill(os.getpid(), {int(number)}), start())\n"
+        "start_forkserver('json')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (-number, "")
