@@ -39,6 +39,7 @@ finish() {
     "$@" &
     processes+=($!)
     wait "$!"
+    unset 'processes[-1]' # another process may get its number before this script ends
 }
 
 finish "$PYTHON" "$ROOT/examples/cache_storage/check_ports.py" "the dense instance=$DENSE_PORT" \

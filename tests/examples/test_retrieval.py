@@ -43,3 +43,15 @@ def test_a_used_port_is_named_before_the_training(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert ended.stderr.startswith(f"port {port}, wanted for the sparse instance, is in use by process {os.getpid()} (")
     assert not (tmp_path / "output").exists()
+
+
+def test_a_process_that_has_ended_gets_no_signal(tmp_path: Path) -> None:
+    """Another process may have its number later: the training takes minutes."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\necho "started $$"\n[[ $1 != *train_needle.py ]]\n')
+    python.chmod(0o755)
+    shown = {"BASH_FUNC_kill%%": '() { echo "kill $*"; }'}  # bash calls this function instead of its own command
+    ended = run(FOLDER / "run.sh", PYTHON=str(python), OUTPUT=str(tmp_path / "output"), **shown)
+    words = [line.split() for line in ended.stdout.splitlines()]
+    (_, training), killed = ([pid for word, pid in words if word == verb] for verb in ("started", "kill"))
+    assert killed == [training]
