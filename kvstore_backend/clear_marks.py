@@ -70,7 +70,7 @@ class Pool(Protocol):
 
 
 class ClearMarks:
-    """Reads the marks of cleared namespaces in a pool, and remembers which marks are known.
+    """Reads the marks of cleared namespaces in a pool. A mark is new until ``accept`` is called after it was found.
 
     Args:
         pool: the pool with the marks.

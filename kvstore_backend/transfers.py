@@ -291,7 +291,9 @@ class Transfers:
         self._submit_transfer(self._saves, transfer, lambda: self._write_blocks(transfer, write), _SAVE_FAILED)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
-        """Begin to remove blocks from the pool, after all saves that were requested before. A failure is logged.
+        """Begin to remove blocks with wrong KV from the pool, after all saves that were requested before.
+
+        A failure is logged.
 
         Blocks are removed even while a client reads them. So this method is only for pools with checksums, by which the
         reader detects the removal.
@@ -302,7 +304,8 @@ class Transfers:
             statuses = self._pool.remove_blocks(hashes, force=True)
             if (failed := statuses.count(Status.FAILED)) > 0:
                 logger.warning(
-                    "%d of %d blocks could not be removed from the pool, so other instances may still load them",
+                    "%d of %d blocks with NaN or infinity could not be removed from the pool, so other instances may "
+                    "still load them",
                     *(failed, len(hashes)),
                 )
 
@@ -310,7 +313,8 @@ class Transfers:
             self._saves.submit(run)
         except RuntimeError as exc:
             logger.warning(
-                "%d blocks could not be removed from the pool, so other instances may still load them: %s",
+                "%d blocks with NaN or infinity could not be removed from the pool, so other instances may still load "
+                "them: %s",
                 *(len(hashes), exc),
             )
 

@@ -232,8 +232,9 @@ class HandoverReceiver:
         elif not self._has_logged_version:
             self._has_logged_version = True
             log.warning(
-                "request %s: the prefill instance has an earlier version, which does not send its sampling settings, "
-                "so this decode instance samples the first tokens of its requests itself; upgrade the prefill instance",
+                "request %s: the prefill instance has an earlier version, which does not say with which settings it "
+                "sampled the first token, so this decode instance samples it again, as in all such requests (logged "
+                "only once); upgrade the prefill instance",
                 request_id,
             )
 

@@ -202,7 +202,7 @@ def parse_switch(value: object) -> bool:
 def parse_kv_form(value: object) -> str:
     """Parse the form of stored blocks: ``int8``, ``fp8`` (``engine/pool/kv_codec.py``), or "" for unchanged blocks."""
     if not isinstance(value, str) or value.strip().lower() not in ("", *_KV_FORMS):
-        raise ValueError(f"the form must be {' or '.join(_KV_FORMS)}; without a form, blocks are stored unchanged")
+        raise ValueError(f"the form of blocks must be {' or '.join(_KV_FORMS)}; leave it out to store blocks unchanged")
     return value.strip().lower()
 
 

@@ -28,8 +28,8 @@ class WorkingSet:
 
     Args:
         num_slots: maximum number of blocks for each KV head, including the newest one.
-        like: KV memory ``[block, layer, 2, kv_head, token, head_dim]``, which has the dtype, the device and the sizes
-            that the working set must have.
+        like: KV memory ``[block, layer, 2, kv_head, token, head_dim]``. The working set takes its dtype, its device
+            and its sizes of ``kv_head``, ``token`` and ``head_dim``.
     """
 
     def __init__(self, num_slots: int, like: torch.Tensor) -> None:

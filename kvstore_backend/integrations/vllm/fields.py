@@ -256,11 +256,15 @@ _NOISE = frozenset({"_name_or_path", "name_or_path", "transformers_version"})
 
 
 def classify(kind: str, name: str) -> str:
-    """Return the entry of a field in ``FIELDS``: ``"counted"``, ``"nested"``, a reason to leave it out, or ``""``.
+    """Return what ``FIELDS`` says about a field.
 
     Args:
         kind: name of the class that has the field.
-        name: name of the field. The result is ``""`` for a field that is not in ``FIELDS``.
+        name: name of the field.
+
+    Returns:
+        ``"counted"`` if the field is a part of the namespace, ``"nested"`` if its value is an object whose fields
+        ``FIELDS`` describes, the reason why it is no part of the namespace, or ``""`` if ``FIELDS`` does not have it.
     """
     fields = FIELDS.get(kind, Kind())
     for verdict, names in (("counted", fields.counted), ("nested", fields.nested), *fields.left_out.items()):
