@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import secrets
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +120,20 @@ class TestTransfersWithoutEnd:
         assert reader._has_left
         with pytest.raises(PoolUnavailable, match="the Mooncake client was closed"):
             reader.exists(["key"])
+        reader.close()
+
+    def test_the_client_is_also_closed_if_the_clock_was_set_forward_during_the_transfer(
+        self, own_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, target = open_store(own_master.config(global_segment_size=0)), Memory(5000)
+        with Peer(partial(open_store, own_master.config())) as owner:
+            assert owner.put("key", b"value" * 1000) is OK
+            owner.kill()
+        days = itertools.count(step=86400.0)
+        clocks = SimpleNamespace(monotonic=time.monotonic, sleep=time.sleep, time=lambda: next(days))
+        monkeypatch.setattr(mooncake, "time", clocks)
+        with pytest.raises(PoolUnavailable, match="the Mooncake client was closed"):
+            reader.get(["key"], [target.value])
         reader.close()
 
     def test_a_pool_is_used_again_after_a_transfer_without_end(
