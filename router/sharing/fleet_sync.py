@@ -165,8 +165,9 @@ class FleetSync:
         is_later = version > known.version
         known.version = max(version, known.version)
         if record["is_removed"]:
-            if is_later and instance is not None and not instance.has_heartbeat:
-                self._registry.remove(instance)
+            if is_later and (instance is None or not instance.has_heartbeat):
+                if instance is not None:
+                    self._registry.remove(instance)
                 known.is_void = True
             return
         if ordered > known.ordered:

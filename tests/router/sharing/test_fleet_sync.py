@@ -364,8 +364,9 @@ def test_a_router_that_loses_an_instance_without_redis_ends_only_a_drain_until_r
     assert list_states(first, second) == ["healthy"] * 2
 
 
+@pytest.mark.parametrize("has_lost_it", [False, True])
 def test_a_removal_ends_the_commands_in_all_processes_even_without_redis(
-    make_router: MakeRouter, stand_in: MakeStandIn
+    make_router: MakeRouter, stand_in: MakeStandIn, has_lost_it: bool
 ) -> None:
     instance = stand_in()
     first, second = make_router(instance, workers=2).workers
@@ -373,8 +374,12 @@ def test_a_removal_ends_the_commands_in_all_processes_even_without_redis(
     first.app.link.trouble = second.app.link.trouble = "Redis is gone"
     (removed,) = first.app.registry
     forget(first, instance.key)
+    if has_lost_it:
+        forget(second, instance.key)
     first.app.fleet_sync.announce_removal(removed)  # as service discovery does
-    wait_until(lambda: not list_registered(second), "the removal")
+    version = first.app.fleet_sync._known[instance.key].version
+    wait_until(lambda: second.app.fleet_sync._known[instance.key].version == version, "the removal")
+    assert list_registered(second) == []
     instance.register(second.url)
     assert list_states(first, second) == ["healthy"] * 2
 
