@@ -60,6 +60,7 @@ _GIVEN_UP_SECONDS = 59.0
 _MAX_CALL_SECONDS = 40.0
 # Bytes that ``keep`` copies at a time, for values that consist of several spans.
 _STAGING_BYTES = 16 << 20
+_HEALTH_KEY = "kvstore-health"
 # Seconds between two tries to reach the master.
 _PAUSE_SECONDS = 1.0
 # Native clients that must stay open. Python closes a client when its last reference is dropped.
@@ -101,7 +102,7 @@ class MooncakeStore(StorageBackend):
         self.raised_calls = 0
         """Number of native calls that raised an exception. The first one is logged as an error."""
         self._closed = False
-        self._leaving = threading.Lock()
+        self._leaving = threading.RLock()  # held while the native client is closed
         self._has_left = False
         self._is_lost = False
         self._ssd = SsdFolder(settings.ssd_offload_path) if settings.enable_ssd_offload else None
@@ -209,7 +210,7 @@ class MooncakeStore(StorageBackend):
                 pass
         except PoolUnavailable as exc:
             return Health(False, str(exc))
-        code = self._call_native(["kvstore-health"], self._native.batch_is_exist)[0]
+        code = self._call_native([_HEALTH_KEY], self._native.batch_is_exist)[0]
         ok = code in _EXISTS
         return Health(
             ok, f"the Mooncake master at {self._settings.master_server_addr} answers a look-up with the code {code}"
@@ -245,11 +246,22 @@ class MooncakeStore(StorageBackend):
             self._closed = self._is_lost = True
             self._calls.wait_for(lambda: self._running == 0)
         while not self._has_left:
-            try:
-                with connect_to_master(self._settings):
+            with self._leaving:
+                if self._has_left or self._is_master_answering():
                     self._leave_cluster()
-            except PoolUnavailable:  # closing would hold Python's lock for 15 s
-                time.sleep(_PAUSE_SECONDS)
+                    return
+            time.sleep(_PAUSE_SECONDS)
+
+    def _is_master_answering(self) -> bool:
+        """Return whether the native client, which is not closed, reaches the master now.
+
+        If the master does not answer, closing the native client would hold Python's lock for 15 s.
+        """
+        try:
+            with connect_to_master(self._settings):
+                return self._native.batch_is_exist([_HEALTH_KEY])[0] in _EXISTS
+        except Exception:
+            return False
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
         # The native call with one buffer per value is not used: it fails if another writer has begun with the same key.

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,23 @@ class TestTransfersWithoutEnd:
         monkeypatch.setattr(mooncake, "time", clocks)
         with pytest.raises(PoolUnavailable, match="the Mooncake client was closed"):
             reader.get(["key"], [target.value])
+        reader.close()
+
+    def test_the_client_is_not_closed_while_the_master_hangs(
+        self, own_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, pauses = open_store(own_master.config(global_segment_size=0)), threading.Semaphore(0)
+        assert isinstance(reader, MooncakeStore)
+        clocks = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pauses.release())
+        monkeypatch.setattr(mooncake, "time", clocks)
+        own_master.process.signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as threads:
+            closing = threads.submit(reader._end_transfers)
+            wait_until(lambda: closing.done() or pauses.acquire(blocking=False), "a try to reach the master")
+            assert not closing.done()
+            own_master.process.signal(signal.SIGCONT)
+            closing.result(30)
+        assert reader._has_left
         reader.close()
 
     def test_a_pool_is_used_again_after_a_transfer_without_end(
