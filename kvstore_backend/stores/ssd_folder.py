@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvstore_backend.stores.file.ledger import BOOT_ID_FILE
+from kvstore_backend.threads import after_fork
 
 __all__ = ["DEFAULT_FOLDER", "SsdFolder"]
 
@@ -48,6 +49,7 @@ class SsdFolder:
         """
         folder = Path(path or DEFAULT_FOLDER)
         self._mark: BinaryIO | None = None
+        after_fork(self)
         with contextlib.suppress(OSError):
             seconds = _remove_dead_marks(folder)
             handle, self._name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
@@ -66,7 +68,12 @@ class SsdFolder:
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.write(f"{_LEFT} {_boot_id()} {time.monotonic()}".encode())
-                fcntl.flock(self._mark, fcntl.LOCK_UN)  # a forked child has a copy of the open file
+            self._mark.close()
+            self._mark = None
+
+    def on_fork(self) -> None:
+        """Close the mark in a forked child, because the lock lasts until all processes have closed the file."""
+        if self._mark is not None:
             self._mark.close()
             self._mark = None
 

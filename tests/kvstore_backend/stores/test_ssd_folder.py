@@ -99,6 +99,18 @@ def test_a_forked_child_does_not_hide_that_its_parent_has_left(tmp_path: Path) -
     os.close(writing)
 
 
+def test_a_forked_child_does_not_hide_that_its_parent_was_killed(tmp_path: Path, waits: list[float]) -> None:
+    program = (
+        "import os, sys; from kvstore_backend.stores.ssd_folder import SsdFolder; "
+        f"folder, (reading, writing) = SsdFolder({str(tmp_path)!r}), os.pipe(); "
+        "os.read(reading, 1) if os.fork() else os.write(writing, b'!') and sys.stdin.read(); os._exit(9)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as parent:
+        os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+        SsdFolder(str(tmp_path)).remove_mark()
+    assert waits == [12.0]
+
+
 def test_a_missing_folder_raises_nothing_and_an_empty_path_is_the_default_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
