@@ -32,6 +32,7 @@ READERS = {
         1,
         "compared with the modification times of files, which come from the kernel",
     ),
+    "kvstore_backend/stores/mooncake.py": (2, "the duration of a transfer, which Mooncake measures so, too"),
     "router/console/dashboard/collector.py": (1, "the time that a chart shows"),
     "router/console/dashboard/views/frame.py": (1, "the age of the figures, which this process has read"),
     "router/console/dashboard/views/request.py": (1, "the age of a request, as text"),

@@ -260,7 +260,7 @@ class MooncakeStore(StorageBackend):
         try:
             with connect_to_master(self._settings):
                 return self._native.batch_is_exist([_HEALTH_KEY])[0] in _EXISTS
-        except Exception:
+        except PoolUnavailable:
             return False
 
     def _put_once(self, keys: Sequence[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int | None]:
