@@ -209,8 +209,9 @@ class RouterApp:
             if route is None:
                 await error_reply(_explain_unknown_path(scope["path"]), scope["path"])(scope, receive, send)
                 return
-            is_order = scope["method"] == "POST" and not scope["path"].startswith("/v1/")
-            if is_order and (page := find_foreign_page(scope["headers"])):
+            page = find_foreign_page(scope["headers"]) if scope["method"] == "POST" else ""
+            is_allowed = scope["path"].startswith("/v1/") and self.cors is not None and self.cors.allows(page)
+            if page and not is_allowed:
                 message = f"pages of the origin {page!r} may not use {scope['path']} of this router"
                 await error_reply(ApiError(403, message, "origin_not_allowed"), scope["path"])(scope, receive, send)
                 return

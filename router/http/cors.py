@@ -34,6 +34,10 @@ class Cors:
         self._is_open = "*" in origins
         self._origins = {_normalize_origin(origin) for origin in origins}
 
+    def allows(self, origin: str) -> bool:
+        """Return whether web pages of an origin may use the router."""
+        return self._is_open or origin in self._origins
+
     def answer_headers(self, headers: Headers) -> Headers:
         """Return the headers to add to every response, also to errors, for a request with these ``headers``."""
         if self._is_open:
@@ -52,7 +56,7 @@ class Cors:
         if not origin or not _find_header(headers, b"access-control-request-method"):
             return None
         name = origin.decode("latin-1")
-        if not self._is_open and name not in self._origins:
+        if not self.allows(name):
             message = f"pages of the origin {name!r} may not use this router; server.cors-allowed-origins lists those" \
                 " that may"  # fmt: skip
             body = ApiError(403, message, "origin_not_allowed").body()
@@ -68,10 +72,10 @@ def find_foreign_page(headers: Headers) -> str:
     """Return the origin of the web page whose script or form sends a request; ``""`` if it is the router's own origin,
     or if no page sends the request.
 
-    Browsers send simple requests of all pages, and only hide the responses.
+    Browsers send simple requests of all pages, and only hide the responses. A gateway reports no header ``host``.
     """
-    origin = _find_header(headers, b"origin")
-    is_own = origin.partition(b"://")[2] == _find_header(headers, b"host")
+    origin, host = _find_header(headers, b"origin"), _find_header(headers, b"host")
+    is_own = not host or origin.partition(b"://")[2] == host
     return "" if is_own else origin.decode("latin-1")
 
 

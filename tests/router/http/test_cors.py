@@ -253,3 +253,12 @@ def test_a_page_of_another_origin_cannot_send_orders(make_router: MakeRouter, st
         headers = {"content-type": "text/plain", **({"origin": origin} if origin else {})}
         answer = router.client.post(path, content=body, headers=headers)
         assert (origin, answer.status_code) == (origin, status)
+
+
+@pytest.mark.parametrize(("allowed", "status"), [((), 403), ((OTHER,), 200)])
+def test_a_page_of_another_origin_aborts_requests_only_if_it_is_allowed(
+    make_router: MakeRouter, allowed: tuple[str, ...], status: int
+) -> None:
+    router = make_router(cors_allowed_origins=allowed)
+    answer = router.client.post("/v1/abort_requests", content=b'{"abort_all": true}', headers={"origin": OTHER})
+    assert answer.status_code == status
