@@ -12,6 +12,8 @@ __main__.py   the entry point of python -m router.launch
 # import shows no traceback.
 from __future__ import annotations
 
+import importlib
+import signal
 from collections.abc import Sequence
 
 __all__ = ["fd_router", "main"]
@@ -19,6 +21,7 @@ __all__ = ["fd_router", "main"]
 
 def fd_router(argv: Sequence[str] | None = None) -> int:
     """Run the router as ``fd-router``. Return the exit status."""
+    _load_program()
     from router.launch import program
 
     return program.fd_router(argv)
@@ -31,6 +34,17 @@ def main(argv: Sequence[str] | None = None, *, epp_port: int = 0) -> int:
         argv: the flags, or None for those of this process.
         epp_port: the default of the setting with this name.
     """
+    _load_program()
     from router.launch import program
 
     return program.main(argv, epp_port=epp_port)
+
+
+def _load_program() -> None:
+    """Import ``program``. Meanwhile, Ctrl-C ends the process without a traceback."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    importlib.import_module("router.launch.program")
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handler)

@@ -178,10 +178,12 @@ def test_an_https_router_logs_its_url_and_ends_at_a_signal_although_a_client_is_
         assert "Traceback" not in process.output
 
 
-def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", ["", "router.console import main", "router.launch import fd_router as main"])
+def test_ctrl_c_while_modules_are_loaded_shows_no_traceback(tmp_path: Path, entry: str) -> None:
+    command = [sys.executable, "-c", f"import sys; from {entry}; sys.exit(main())"] if entry else LAUNCH
     (tmp_path / "uvloop.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    ended = subprocess.run(LAUNCH, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
