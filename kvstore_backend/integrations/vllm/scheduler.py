@@ -27,7 +27,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,6 +52,11 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 0.002
 _LOOKUPS = 4
+# A request whose look-up takes longer than this, plus one second for each ``_LOOKUP_BLOCKS`` blocks, is computed. This
+# is twice the deadline of one look-up (``Deadlines``), because look-ups wait for each other if the pool is slow.
+_LOOKUP_SECONDS, _LOOKUP_BLOCKS = 1.0, 10_000
+# After that, requests are computed without a look-up for this time, unless they wait for a prefill instance.
+_SLOW_SECONDS = 5.0
 # Seconds between two look-ups of blocks that prefill computes. A master answers thousands of look-ups per second.
 _AGAIN_SECONDS = 0.02
 # Duration of a step in which all requests wait for prefill. Without it vLLM would make a thousand steps per second.
@@ -249,6 +254,7 @@ class SchedulerHalf:
         self._is_waiting = False  # whether a request of this step waits for prefill
         self._requests: dict[str, _Tracked] = {}
         self._lookups: dict[str, _Lookup] = {}
+        self._slow_until = -math.inf
         self._short_loads: set[str] = set()  # requests that loaded fewer blocks than planned: they compute the others
         self._planned_loads: list[Transfer] = []
         self._planned_saves: list[Transfer] = []
@@ -300,10 +306,9 @@ class SchedulerHalf:
             return 0
         lookup = self._lookups.get(request.request_id)
         if lookup is None or lookup.first != first:
-            wanted = self._name_blocks(request, first, end)
-            if not wanted:
+            now, wanted = time.monotonic(), self._name_blocks(request, first, end)
+            if not wanted or (now < self._slow_until and not self._prefill_wait_s):
                 return 0
-            now = time.monotonic()
             lookup = _Lookup(first, wanted, self._begin_lookup(wanted), now, now)
             self._lookups[request.request_id] = lookup
         found = self._wait_for_answer(lookup)
@@ -496,13 +501,24 @@ class SchedulerHalf:
         return bool(self._pools) and now - self._ready_at < _TRUST_SECONDS
 
     def _wait_for_answer(self, lookup: _Lookup) -> int | None:
-        """Return the number of blocks that the last look-up found; None if that look-up has not ended in time."""
+        """Return the number of blocks that the last look-up found; None if it has not ended yet.
+
+        If it takes too long, return the number that earlier look-ups found, 0 if there were none.
+        """
         start = time.monotonic()
         try:
             found, lookup.run = lookup.answer.result(self._patience)
             return found
         except NotYet:
-            return None
+            if start - lookup.begun_at < _LOOKUP_SECONDS + len(lookup.names) / _LOOKUP_BLOCKS:
+                return None
+            lookup.answer.cancel()  # if it still waits for a thread
+            if start >= self._slow_until:
+                self._slow_until = start + _SLOW_SECONDS
+                logger.warning("The pool looks up blocks too slowly, so requests are computed for %g s", _SLOW_SECONDS)
+            return lookup.found
+        except CancelledError:
+            return lookup.found
         finally:
             self._patience = max(0.0, self._patience - (time.monotonic() - start))
 

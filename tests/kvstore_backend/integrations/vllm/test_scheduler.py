@@ -122,7 +122,7 @@ class TestLookUps:
     """A step waits at most 2 ms for answers. Later steps ask again for the missing ones."""
 
     def test_a_step_waits_two_milliseconds_for_all_answers_together(self, half: ControlledHalf) -> None:
-        first, second = half.answer(None, 0.0015), half.answer(None, 9.0)
+        first, second = half.answer(None, 0.0015), half.answer(None, 0.1)
         assert half.scheduler.matched_tokens(make_request(name="a"), 0) is None
         assert half.scheduler.matched_tokens(make_request(name="b"), 0) is None
         assert first.waited == [0.002]
@@ -132,6 +132,21 @@ class TestLookUps:
         half.idle()
         half.scheduler.matched_tokens(make_request(name="a"), 0)
         assert first.waited[1:] == [0.002], "the next step waits 2 ms again"
+
+    def test_a_request_is_computed_if_its_look_up_takes_too_long(self, store: StorageBackend) -> None:
+        """Four look-ups run at a time, and the others wait for them, so a slow pool would delay the last ones."""
+        slow = FaultInjector(store, [Fault.HANGS] * 4)
+        with contextlib.closing(Instance(slow)) as instance, pytest.MonkeyPatch.context() as patch:
+            names = [f"r{number}" for number in range(6)]
+            assert [instance.scheduler.matched_tokens(make_request(name=name), 0) for name in names] == [None] * 6
+            wait_until(lambda: slow.calls.count("exists") == 4, "four look-ups that hang")
+            answers = [instance.scheduler._lookups[name].answer for name in names]
+            patch.setattr(module, "_LOOKUP_SECONDS", 0.0)
+            patch.setattr(module, "_LOOKUP_BLOCKS", 1e9)
+            for _ in range(2):
+                assert [instance.scheduler.matched_tokens(make_request(name=name), 0) for name in names] == [0] * 6
+            assert [answer.cancelled() for answer in answers] == [False] * 4 + [True] * 2
+            slow.go_on()
 
     def test_a_request_is_looked_up_once_however_often_vllm_calls(self, half: ControlledHalf) -> None:
         half.answer(3)
