@@ -226,11 +226,17 @@ def _read_engine(engine: Engine, model: str) -> dict[str, str]:
 
 
 def _find_drafting(value: object) -> object:
-    """Return the settings of speculative decoding if its method adds KV of further layers to blocks; otherwise None."""
+    """Return the settings of speculative decoding if its method adds KV of further layers to blocks; otherwise None.
+
+    FastDeploy ignores the case of the method. The path of the draft model becomes absolute, so that it is not taken for
+    a name, and its content counts.
+    """
     settings = read_json(value)
     if not isinstance(settings, Mapping):
         return value
-    return settings if settings.get("method") == _DRAFTING else None
+    method, model = str(settings.get("method")).lower(), settings.get("model")
+    absolute = {"model": str(Path(model).absolute())} if isinstance(model, str) and Path(model).is_dir() else {}
+    return {**settings, "method": method, **absolute} if method == _DRAFTING else None
 
 
 def _find_compilation(value: object) -> object:

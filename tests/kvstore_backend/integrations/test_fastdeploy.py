@@ -476,6 +476,25 @@ def test_a_draft_model_counts_by_its_content(models: list[Path], tmp_path: Path)
     assert one == copy != other
 
 
+def test_a_draft_model_counts_by_its_content_if_its_path_has_no_slash(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = set()
+    for model in models:
+        Path("draft").unlink(missing_ok=True)
+        Path("draft").symlink_to(model)
+        settings = '{"method": "mtp", "model": "draft"}'
+        found.add(digest_of(argv(models[0]), engine_of(models[0], speculative_config=settings)))
+    assert len(found) == 2
+
+
+def test_the_method_of_speculation_may_have_capitals(models: list[Path]) -> None:
+    texts = [json.dumps({"method": method, "model": str(models[1])}) for method in ("mtp", "MTP")]
+    one, other = (digest_of(argv(models[0]), engine_of(models[0], speculative_config=text)) for text in texts)
+    assert one == other
+
+
 def test_int8_and_fp8_caches_share_no_blocks(models: list[Path]) -> None:
     command = argv(models[0], cache_dtype="uint8")
     kinds = [{"quantization": "wint4", "kv_cache_quant_type": kind} for kind in ("int8", "float8_e4m3fn")]
