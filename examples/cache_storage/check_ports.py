@@ -61,12 +61,12 @@ def describe_user(pid: int | None) -> str:
         if (script := re.search(r"run\w*\.sh", read_command(parent))) is not None:
             return f"{process}, of {script[0]} (process {parent}): end that first, with Ctrl-C or kill {parent}"
     if is_left_over(pid):
-        return f"{process}, which a killed script has left: end that first, with kill {pid}"
+        return f"{process}, which a killed script has probably left: end that first, with kill {pid}"
     return f"{process}: end that first, or take other ports"
 
 
 def is_left_over(pid: int) -> bool:
-    """Return whether a script started the process: in this folder, and in a session of its own, which outlives it."""
+    """Return whether a script has probably started the process: in this folder, in a session of its own."""
     with contextlib.suppress(OSError):
         return (
             Path(f"/proc/{pid}/cwd").resolve(strict=True) == Path(__file__).resolve().parent and os.getsid(pid) == pid

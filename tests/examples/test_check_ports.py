@@ -65,4 +65,4 @@ def test_every_used_port_is_named_with_the_process_that_a_killed_script_has_left
     assert len(said) == 2
     for line, port, server in zip(said, ports, servers, strict=True):
         assert line.startswith(f"port {port}, wanted for router, is in use by process {server.pid} (")
-        assert line.endswith(f", which a killed script has left: end that first, with kill {server.pid}")
+        assert line.endswith(f", which a killed script has probably left: end that first, with kill {server.pid}")
