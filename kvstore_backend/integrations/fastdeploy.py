@@ -78,6 +78,8 @@ _DRAFTING = "mtp"
 # the task would copy their bytes (``wait_write_storage_task``). Decode waits without limit for a task that reads, and
 # accepts no request meanwhile. Prefill waits 30 s for decode (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
 _HAND_OVER_SECONDS = 10.0
+# Option that only a transfer process of FastDeploy has.
+_SHAPE = "key_cache_shape"
 # First part of FastDeploy 2.6's keys, before the version of the weights.
 _VERSIONED = "prefix"
 # Part of the keys that FastDeploy's storage classes store when they are created, perhaps before the weights are loaded.
@@ -106,6 +108,10 @@ class FastDeployClient(PooledClient):
         self._weights: Weights | None = None
         self._read_namespace: Callable[[], Namespace] | None = None  # None if the weights cannot change
         self._look_for_change: Callable[[], str] | None = None  # None after its call, and if the weights can change
+        # FastDeploy 2.6's transfer process reads to memory that it uses for nothing else, and copies only blocks that
+        # were read. While a late call writes to this memory, no read is successful. But a request has no limit for its
+        # read, and if the network is away, a late call ends only when it is back.
+        self._ends_reads_late = _SHAPE not in _parse_options(sys.argv)
         self._mark = ""  # not empty if the weights' files changed while they were loaded
 
     def namespace(self) -> Namespace:
@@ -192,7 +198,7 @@ def process_namespace(argv: Sequence[str], engine: Engine) -> Namespace:
     options = _parse_options(argv)
     folder = _find_model(argv, engine)
     model = digest_settings(fingerprint_model(folder), _read_engine(engine, folder))
-    if "key_cache_shape" in options:
+    if _SHAPE in options:
         return _transfer_process_namespace(options, model)
     arguments = {**_DEFAULTS, **engine.arguments}
     return Namespace(
@@ -285,11 +291,9 @@ def _transfer_process_namespace(options: Mapping[str, str], model: str) -> Names
 
     The option ``--key_cache_shape`` has the form ``blocks,heads,block_size,head_dim``, for one layer of one rank.
     """
-    shape = options["key_cache_shape"].split(",")
+    shape = options[_SHAPE].split(",")
     if len(shape) != 4 or not all(size.strip().isdigit() for size in shape):
-        raise ConfigError(
-            f"--key_cache_shape is {options['key_cache_shape']!r}; it must be four numbers separated by commas"
-        )
+        raise ConfigError(f"--key_cache_shape is {options[_SHAPE]!r}; it must be four numbers separated by commas")
     _, heads, block_size, head_size = map(int, shape)
     value_shape = options.get("value_cache_shape", "").partition(",")[2]
     return Namespace(

@@ -54,6 +54,7 @@ class PooledClient:
         self._warm_up_until = 0.0
         self._patience = 0.0  # seconds for which failed calls are repeated
         self._failing_since: float | None = None  # first failure since the last answer, or None
+        self._ends_reads_late = True  # whether a batch read returns only when no call writes to its memory any more
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
@@ -206,7 +207,8 @@ class PooledClient:
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Read the value of ``keys[i]``, exactly ``sizes[i]`` bytes, to the address ``buffer_ptrs[i]``.
 
-        The method returns when no call writes to the memory any more, even if that takes longer than the deadline.
+        The method returns when no call writes to the memory any more, even if that takes longer than the deadline. If a
+        subclass has set ``_ends_reads_late`` to False, the method returns at the deadline.
 
         Returns:
             For each key the number of bytes, or a negative code.
@@ -214,7 +216,7 @@ class PooledClient:
         Raises:
             ValueError: the arguments have different lengths, or a size is not positive.
         """
-        return self._get_values(keys, _one_span_each(buffer_ptrs, sizes))
+        return self._get_values(keys, _one_span_each(buffer_ptrs, sizes), wait=self._ends_reads_late)
 
     def batch_get_into_multi_buffers(
         self,
@@ -235,7 +237,7 @@ class PooledClient:
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """Read the value of one key like ``batch_get_into``; return its number of bytes, or a negative code."""
-        return self.batch_get_into([key], [buffer_ptr], [size])[0]
+        return self._get_values([key], _one_span_each([buffer_ptr], [size]))[0]
 
     def put(self, key: str, value: bytes, config: object = None) -> int:
         """Store ``value`` under ``key``, and its size under a second key, for ``get``; return 0, or a negative code.
@@ -291,11 +293,12 @@ class PooledClient:
         put = _put_and_look_up(pool) if self._patience else pool.put_blocks
         return [_CODES[status] for status in self._call_patiently(put, _hash_keys(keys), values)]
 
-    def _get_values(self, keys: Sequence[str], targets: Sequence[Value]) -> list[int]:
+    def _get_values(self, keys: Sequence[str], targets: Sequence[Value], *, wait: bool = True) -> list[int]:
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
-        statuses = self._call_patiently(pool.get_blocks, _hash_keys(keys), targets)
+        get = pool.get_blocks if wait else _get_if_none_is_late(pool)
+        statuses = self._call_patiently(get, _hash_keys(keys), targets)
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
@@ -364,6 +367,20 @@ def _put_and_look_up(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Val
         ]
 
     return put
+
+
+def _get_if_none_is_late(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
+    """Return a function that reads blocks, and returns at the deadline.
+
+    It returns ``FAILED`` for all blocks while a late call may still write to the memory.
+    """
+
+    def get(hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
+        if not pool.wait_for_late_calls(0):
+            return [Status.FAILED] * len(hashes)
+        return pool.get_blocks(hashes, targets, wait=False)
+
+    return get
 
 
 def _hash_keys(keys: Sequence[str]) -> list[bytes]:

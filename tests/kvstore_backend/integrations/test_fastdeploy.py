@@ -321,6 +321,15 @@ def test_every_call_of_a_closed_client_fails_without_an_exception(
     assert (client.get("a"), client.remove_all() < 0, client.health_check()) == (b"", True, 1)
 
 
+@pytest.mark.parametrize("kind", ["transfer", "worker"])
+def test_only_the_transfer_process_does_not_wait_for_late_reads(
+    models: list[Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers of the cache manager v1 may read to blocks that FastDeploy gives to other requests."""
+    monkeypatch.setattr(sys, "argv", commands(models[0])[kind])
+    assert FastDeployClient()._ends_reads_late == (kind == "worker")
+
+
 # The contents of the namespace.
 
 ENGINE_WITHOUT_MODEL = engine_of()

@@ -21,6 +21,7 @@ from kvstore_backend.pool import BlockPool
 from kvstore_backend.stores.memory import MemoryStore
 from kvstore_backend.wrappers.checked import CheckedBackend
 from kvstore_backend.wrappers.guarded import Deadlines, GuardedBackend
+from kvstore_backend.wrappers.tiered import TieredBackend
 from tests.faults.blocks import NAMESPACE
 from tests.faults.injector import Fault, FaultInjector
 from tests.support.memory import Memory
@@ -122,6 +123,29 @@ def test_a_late_call_returns_when_it_no_longer_uses_the_memory(faulty: Client, c
         assert not wait([future], timeout=0.3).done
         faulty.store.go_on()
         assert future.result(10) == [FAILED]
+
+
+@pytest.mark.parametrize("has_fast_tier", [False, True])
+def test_reads_end_at_their_deadline_if_the_engine_uses_their_memory_for_nothing_else(
+    faulty: Client, has_fast_tier: bool
+) -> None:
+    """No read is successful before the late call has ended, so that no bytes of the late call are used."""
+    if has_fast_tier:
+        large = GuardedBackend(lambda: CheckedBackend(MemoryStore(1 << 20)))
+        wait_until(lambda: large.is_ready, "the large tier")
+        faulty.client._pool = BlockPool(TieredBackend(faulty.guarded, large, "through"), NAMESPACE)
+    memory = Memory(1000)
+    [span] = memory.value
+    read = (["a"], [span.address], [span.nbytes])
+    faulty.client._ends_reads_late = False
+    assert faulty.client.batch_put_from(*read) == [0]
+    faulty.store.faults = [Fault.HANGS]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(faulty.client.batch_get_into, *read).result(10) == [FAILED]
+    assert (faulty.guarded.wait_for_late_calls(0), faulty.client.batch_get_into(*read)) == (False, [FAILED])
+    faulty.store.go_on()
+    wait_until(lambda: faulty.guarded.is_ready, "the store")
+    assert faulty.client.batch_get_into(*read) == [span.nbytes]
 
 
 def test_the_warm_up_is_repeated_until_it_succeeds(faulty: Client) -> None:
