@@ -16,6 +16,7 @@ import hashlib
 import logging
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -142,6 +143,8 @@ class PooledClient:
         # If the engine collects the metrics of its processes (PROMETHEUS_MULTIPROC_DIR), it also collects these.
         registry, facts = CollectorRegistry(), self.facts()
         self._pool = open_pool(config, namespace, registry, background=False, facts=facts)
+        # Engines drop a client without ``close``, because Mooncake's client then closes itself.
+        weakref.finalize(self, self._pool.close).atexit = False
         self._warm_up_until = time.monotonic() + _WARM_UP_SECONDS
         logger.info("Joined the pool of the master %s with the namespace %s", master_server_addr, namespace)
         return _DONE

@@ -93,6 +93,13 @@ def test_every_call_before_setup_fails() -> None:
     assert (client.register_buffer(memory.address, 8), client.health_check()) == (FAILED, 1)
 
 
+def test_a_client_that_is_dropped_closes_its_pool(faulty: Client) -> None:
+    client = ClientInNamespace()
+    client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", "127.0.0.1:1")
+    del client
+    assert not faulty.guarded.is_ready
+
+
 def test_the_removal_of_a_value_removes_its_size(faulty: Client) -> None:
     assert faulty.client.put("a", b"value") == 0
     assert faulty.client.batch_remove(["a", "b"]) == [0, -704]
