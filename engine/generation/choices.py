@@ -68,13 +68,13 @@ class Choices:
 
         Each prompt counts once, with the cached tokens of its first answer.
         """
-        usage = self._firsts[0].usage()
-        for first in self._firsts[1:]:
-            _add_figures(usage, first.usage())
-        others = sum(each.num_output_tokens for each in self._generations)
-        others -= sum(first.num_output_tokens for first in self._firsts)
-        usage["completion_tokens"] += others
-        usage["total_tokens"] += others
+        usage: dict[str, Any] = {}
+        for number, each in enumerate(self._generations):
+            own = each.usage()
+            if number % self._per_prompt:
+                own = {name: own[name] for name in ("completion_tokens", "retrieval_details") if name in own}
+                own["total_tokens"] = own["completion_tokens"]
+            _add_figures(usage, own)
         return usage
 
     def describe_transfer(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from engine.disaggregation import HandoverReceiver
 from engine.generation import Choices, Generations, SharedParts
 from engine.protocol import ApiError, ChatBody, CompletionBody
 from engine.scheduling.request import Request, SamplingParams
+from engine.scheduling.retrieval_config import RetrievalConfig
 from tests.engine.event_loop import eventually, in_event_loop
 from tests.engine.pair import PROMPT, pair_of
 from tests.engine.running import Engine
@@ -77,6 +78,19 @@ async def test_the_prompt_is_counted_and_computed_once(engine: Engine, completio
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (100, 24, 124)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert engine.metric("fastdeploy:prefix_gpu_cache_token_num_total") - before == 2 * 96
+
+
+@in_event_loop
+async def test_usage_counts_the_blocks_that_all_choices_read_with_sparse_attention(
+    tiny_checkpoint: Path, word_tokenizer: Any
+) -> None:
+    sparse = RetrievalConfig(16, init_tokens=16, local_tokens=20, topk_percent=0.5, dense_boundary=0)
+    with Engine(tiny_checkpoint, retrieval=sparse) as engine:
+        generations = Generations(SharedParts(engine.core, word_tokenizer, "mixed", 16, HandoverReceiver()))
+        completions = Completions(generations, word_tokenizer, "tiny", 256, engine.runner.vocab_size)
+        one = (await answer(completions))["usage"]["retrieval_details"]
+        three = (await answer(completions, n=3))["usage"]["retrieval_details"]
+    assert three == {name: 3 * count for name, count in one.items()}
 
 
 @in_event_loop
