@@ -80,6 +80,8 @@ _DRAFTING = "mtp"
 _HAND_OVER_SECONDS = 10.0
 # Option that only a transfer process of FastDeploy has.
 _SHAPE = "key_cache_shape"
+# Settings of a model's encoders, in config.json.
+_OTHER_INPUTS = {"vision_config", "visual", "audio_config"}
 # First part of FastDeploy 2.6's keys, before the version of the weights.
 _VERSIONED = "prefix"
 # Part of the keys that FastDeploy's storage classes store when they are created, perhaps before the weights are loaded.
@@ -132,12 +134,19 @@ class FastDeployClient(PooledClient):
         return {**known, **list_facts(_read_engine(engine, model), read_settings(engine.defaults))}
 
     def patience(self, config: PoolConfig) -> float:
-        if not find_engine().hands_over_by_storage:
+        engine = find_engine()
+        if not engine.hands_over_by_storage:
             return 0.0
         if config.async_write:
             raise ConfigError(
                 "with FD_PD_TRANSFER_VIA_STORAGE=1 the decode instance reads blocks as soon as prefill reports them as "
                 "written, but with async_write (KVSTORE_ASYNC_WRITE) they may not be stored yet; leave async_write out"
+            )
+        if engine.arguments.get("deploy_modality") != "text" and _takes_images(_find_model(sys.argv, engine)):
+            raise ConfigError(
+                "with FD_PD_TRANSFER_VIA_STORAGE=1 FastDeploy names the last, incomplete block of a prompt without its "
+                "images, so a request could get the answer for another image; start the instances with "
+                "--deploy-modality text, or without FD_PD_TRANSFER_VIA_STORAGE"
             )
         return _HAND_OVER_SECONDS
 
@@ -169,6 +178,12 @@ class FastDeployClient(PooledClient):
             logger.info("The model's weights have changed: %s", version)
             pool.move_to(replace(pool.namespace, model=model, weights_version=version))
         return pool
+
+
+def _takes_images(folder: str) -> bool:
+    """Return whether a checkpoint is of a model that takes images, video or audio."""
+    config = read_json(Path(folder, "config.json").read_text())
+    return isinstance(config, Mapping) and not config.keys().isdisjoint(_OTHER_INPUTS)
 
 
 def _mark_changed_weights(engine: Engine) -> str:

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -788,6 +789,21 @@ def test_calls_wait_longer_if_a_miss_is_an_error(
     environ = {} if value is None else {"FD_PD_TRANSFER_VIA_STORAGE": value}
     start_under(engine_of(models[0], environ), monkeypatch)
     assert FastDeployClient().patience(PoolConfig(MemorySettings())) == seconds
+
+
+def test_images_are_refused_if_a_key_lacks_them(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(models[0], tmp_path / "with images")
+    (model / "config.json").write_text('{"model_type": "ernie4_5_moe_vl", "vision_config": {"depth": 32}}')
+    client, config = FastDeployClient(), PoolConfig(MemorySettings())
+    start_under(engine_of(model, {"FD_PD_TRANSFER_VIA_STORAGE": "1"}), monkeypatch)
+    with pytest.raises(ConfigError, match=r"without its images.*--deploy-modality text"):
+        client.patience(config)
+    start_under(engine_of(model, {"FD_PD_TRANSFER_VIA_STORAGE": "1"}, deploy_modality="text"), monkeypatch)
+    assert client.patience(config) == 10
+    start_under(engine_of(model), monkeypatch)
+    assert client.patience(config) == 0
 
 
 @pytest.mark.usefixtures("our_client", "transfer_by_storage")
