@@ -78,6 +78,8 @@ _DRAFTING = "mtp"
 # the task would copy their bytes (``wait_write_storage_task``). Decode waits without limit for a task that reads, and
 # accepts no request meanwhile. Prefill waits 30 s for decode (``FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS``).
 _HAND_OVER_SECONDS = 10.0
+# A put that takes longer delays the tasks behind it. After 60 s they copy the blocks of other requests (see above).
+_LONGEST_WRITE_SECONDS = 50.0
 # Option that only a transfer process of FastDeploy has.
 _SHAPE = "key_cache_shape"
 # Settings of a model's encoders, in config.json.
@@ -110,10 +112,12 @@ class FastDeployClient(PooledClient):
         self._weights: Weights | None = None
         self._read_namespace: Callable[[], Namespace] | None = None  # None if the weights cannot change
         self._look_for_change: Callable[[], str] | None = None  # None after its call, and if the weights can change
-        # FastDeploy 2.6's transfer process reads to memory that it uses for nothing else, and copies only blocks that
-        # were read. While a late call writes to this memory, no read is successful. But a request has no limit for its
-        # read, and if the network is away, a late call ends only when it is back.
-        self._ends_reads_late = _SHAPE not in _parse_options(sys.argv)
+        if _SHAPE in _parse_options(sys.argv):
+            # The transfer process reads to memory that it uses for nothing else, and copies only blocks that were read.
+            # While a late call writes to this memory, no read is successful. But a request has no limit for its read,
+            # and if the network is away, a late call ends only when it is back.
+            self._ends_reads_late = False
+            self._longest_put = _LONGEST_WRITE_SECONDS
         self._mark = ""  # not empty if the weights' files changed while they were loaded
 
     def namespace(self) -> Namespace:

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import math
 import struct
 import time
 import weakref
@@ -55,6 +56,8 @@ class PooledClient:
         self._warm_up_until = 0.0
         self._patience = 0.0  # seconds for which failed calls are repeated
         self._failing_since: float | None = None  # first failure since the last answer, or None
+        self._longest_put = math.inf  # seconds after which the engine may use the memory of waiting puts for others
+        self._no_puts_before = 0.0
         self._ends_reads_late = True  # whether a batch read returns only when no call writes to its memory any more
 
     def __repr__(self) -> str:
@@ -290,11 +293,17 @@ class PooledClient:
         return _FAILED if pool is None else _CODES[pool.clear()]
 
     def _put_values(self, keys: Sequence[str], values: Sequence[Value]) -> list[int]:
-        pool = self._find_pool(keys)
-        if pool is None:
+        pool, begun = self._find_pool(keys), time.monotonic()
+        if pool is None or begun < self._no_puts_before:
             return [_FAILED] * len(keys)
         put = _put_and_look_up(pool) if self._patience else pool.put_blocks
-        return [_CODES[status] for status in self._call_patiently(put, _hash_keys(keys), values)]
+        statuses = self._call_patiently(put, _hash_keys(keys), values)
+        seconds = time.monotonic() - begun
+        if seconds > self._longest_put:
+            # The engine makes the waiting puts now, one after another. Their number grows with the time.
+            self._no_puts_before = begun + 1.1 * seconds
+            logger.warning("A put took %.0f s; nothing is stored for %.0f s", seconds, 0.1 * seconds)
+        return [_CODES[status] for status in statuses]
 
     def _get_values(self, keys: Sequence[str], targets: Sequence[Value], *, wait: bool = True) -> list[int]:
         pool = self._find_pool(keys)

@@ -323,12 +323,13 @@ def test_every_call_of_a_closed_client_fails_without_an_exception(
 
 
 @pytest.mark.parametrize("kind", ["transfer", "worker"])
-def test_only_the_transfer_process_does_not_wait_for_late_reads(
+def test_only_the_transfer_process_limits_late_reads_and_long_puts(
     models: list[Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The workers of the cache manager v1 may read to blocks that FastDeploy gives to other requests."""
     monkeypatch.setattr(sys, "argv", commands(models[0])[kind])
-    assert FastDeployClient()._ends_reads_late == (kind == "worker")
+    client = FastDeployClient()
+    assert (client._ends_reads_late, client._longest_put) == ((True, math.inf) if kind == "worker" else (False, 50))
 
 
 # The contents of the namespace.

@@ -132,6 +132,24 @@ def test_a_late_call_returns_when_it_no_longer_uses_the_memory(faulty: Client, c
         assert future.result(10) == [FAILED]
 
 
+def test_nothing_is_stored_after_a_put_so_long_that_the_next_ones_may_have_other_bytes(faulty: Client) -> None:
+    memory = Memory(1000)
+    [span] = memory.value
+    put = (["a"], [span.address], [span.nbytes])
+    faulty.client._longest_put = 0.0
+    faulty.store.faults = [Fault.HANGS]
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(faulty.client.batch_put_from, *put)
+        wait_until(lambda: faulty.guarded.late_calls == 1, "the deadline")
+        faulty.store.go_on()
+        assert future.result(10) == [FAILED]
+    faulty.client._no_puts_before += 3600
+    wait_until(lambda: faulty.guarded.is_ready, "the store")
+    assert faulty.client.batch_put_from(*put) == [FAILED]
+    faulty.client._no_puts_before -= 7200
+    assert faulty.client.batch_put_from(*put) == [0]
+
+
 @pytest.mark.parametrize("has_fast_tier", [False, True])
 def test_reads_end_at_their_deadline_if_the_engine_uses_their_memory_for_nothing_else(
     faulty: Client, has_fast_tier: bool
