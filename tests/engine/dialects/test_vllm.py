@@ -141,7 +141,7 @@ async def test_incomplete_parameters_transfer_no_blocks(
     ("fields", "sentence"),
     [
         ({"stream_options": {"include_usage": True}}, "Stream options can only be defined when `stream=True`"),
-        ({"min_tokens": 5}, "min_tokens must be less than or equal to max_tokens=1, got 5"),
+        ({"min_tokens": 5}, "min_tokens: it is 5, but the answer has at most 1 tokens"),
         ({"kv_transfer_params": "x"}, "kv_transfer_params: Input should be a valid dictionary"),
     ],
 )
