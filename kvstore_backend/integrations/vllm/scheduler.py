@@ -562,7 +562,8 @@ class SchedulerHalf:
             )
         if lookup.has_given_up:
             return False
-        if missing and now - lookup.begun_at >= _AGAIN_SECONDS:
+        # A running look-up is not replaced: its answer would be lost, and another one would take as long.
+        if missing and lookup.answer.done() and now - lookup.begun_at >= _AGAIN_SECONDS:
             lookup.begun_at = now
             lookup.answer = self._begin_lookup(lookup.names, lookup.found)
         return missing > 0

@@ -64,6 +64,9 @@ class Answer:
             raise NotYet
         return module._Found(self.found, None)
 
+    def done(self) -> bool:
+        return self.found is not None
+
 
 class ControlledHalf:
     """A scheduler half with a ``Clock``. Its look-ups return ``Answer``s."""
@@ -251,6 +254,20 @@ class TestDecodeWaitsForPrefill:
         assert decode.begun == [(5, None), (5, 1)]
         assert decode.scheduler.matched_tokens(request, 0) is None
         assert len(decode.begun) == 2, "the next look-up follows after 20 ms"
+
+    def test_decode_waits_for_a_slow_look_up_instead_of_beginning_another(
+        self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = FaultInjector(store, [Fault.HANGS])
+        with contextlib.closing(Instance(slow, prefill_wait_s=1000.0)) as decode:
+            assert decode.scheduler.matched_tokens(make_request(), 0) is None
+            wait_until(lambda: slow.calls.count("exists") == 1, "a look-up that hangs")
+            monkeypatch.setattr(module, "_LOOKUP_SECONDS", 0.0)
+            monkeypatch.setattr(module, "_LOOKUP_BLOCKS", 1e9)
+            monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.0)
+            assert [decode.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [None] * 3
+            assert decode.scheduler.num_lookups == 1
+            slow.go_on()
 
     def test_the_wait_ends_prefill_wait_s_after_the_last_new_block(self, decode: ControlledHalf) -> None:
         answers = [decode.answer(1), *(decode.answer(found) for found in (2, 2, 2, 2))]
