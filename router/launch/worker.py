@@ -30,6 +30,7 @@ def run_worker(task: WorkerTask) -> None:
     """Serve the connections that the supervisor passes to this process, until the supervisor stops it."""
     # Ctrl-C reaches all processes of a terminal. Only the supervisor handles it, and then stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # see ``start_forkserver``
     open_log(task.settings)
     prepare_process()
     uvloop.run(_serve(task))

@@ -779,3 +779,18 @@ def test_a_signal_during_the_start_of_the_process_that_forks_workers_is_not_lost
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (-number, "")
+
+
+def test_a_worker_gets_signals_that_the_process_that_forks_it_has_blocked() -> None:
+    """If that process cannot import the workers' module, as with a changed ``sys.path``, it forks without the module."""
+    code = (
+        "import signal\n"
+        "from types import SimpleNamespace\n"
+        "from router.launch import worker\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})\n"
+        "worker.open_log = worker.prepare_process = worker._serve = lambda *_: None\n"
+        "worker.uvloop.run = lambda _: print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"
+        "worker.run_worker(SimpleNamespace(settings=None))\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output == "set()\n"
