@@ -73,7 +73,7 @@ def start_forkserver(module: str) -> None:
     """Start the process from which workers are forked, without waiting for it. It imports ``module`` in advance."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
-    # The new process inherits that these signals are blocked, and each worker unblocks them. Ctrl-C reaches it, too, and
+    # The new process inherits that these signals are blocked, and workers unblock them. Ctrl-C reaches it, too, and
     # would end it while it imports. This process gets a signal that arrives now as soon as the other one has started.
     resource_tracker.ensure_running()  # otherwise the fork server's start would start it, which unblocks the signals
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

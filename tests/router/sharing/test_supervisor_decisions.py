@@ -782,7 +782,7 @@ def test_a_signal_during_the_start_of_the_process_that_forks_workers_is_not_lost
 
 
 def test_a_worker_gets_signals_that_the_process_that_forks_it_has_blocked() -> None:
-    """If that process cannot import the workers' module, as with a changed ``sys.path``, it forks without the module."""
+    """With a changed ``sys.path`` that process cannot import the module of the workers, and forks without it."""
     code = (
         "import signal\n"
         "from types import SimpleNamespace\n"
