@@ -307,7 +307,7 @@ class SchedulerHalf:
         lookup = self._lookups.get(request.request_id)
         if lookup is None or lookup.first != first:
             now, wanted = time.monotonic(), self._name_blocks(request, first, end)
-            if not wanted or (now < self._slow_until and not self._prefill_wait_s):
+            if not wanted or now < self._slow_until:
                 return 0
             lookup = _Lookup(first, wanted, self._begin_lookup(wanted), now, now)
             self._lookups[request.request_id] = lookup
@@ -513,7 +513,7 @@ class SchedulerHalf:
             if start - lookup.begun_at < _LOOKUP_SECONDS + len(lookup.names) / _LOOKUP_BLOCKS:
                 return None
             lookup.answer.cancel()  # if it still waits for a thread
-            if start >= self._slow_until:
+            if start >= self._slow_until and not self._prefill_wait_s:
                 self._slow_until = start + _SLOW_SECONDS
                 logger.warning("The pool looks up blocks too slowly, so requests are computed for %g s", _SLOW_SECONDS)
             return lookup.found

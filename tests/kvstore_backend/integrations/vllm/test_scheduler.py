@@ -67,6 +67,9 @@ class Answer:
     def done(self) -> bool:
         return self.found is not None
 
+    def cancel(self) -> bool:
+        return False
+
 
 class ControlledHalf:
     """A scheduler half with a ``Clock``. Its look-ups return ``Answer``s."""
@@ -268,6 +271,13 @@ class TestDecodeWaitsForPrefill:
             assert [decode.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [None] * 3
             assert decode.scheduler.num_lookups == 1
             slow.go_on()
+
+    def test_a_slow_look_up_is_not_said_to_end_the_wait(
+        self, decode: ControlledHalf, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        decode.answer(None, 2.0)
+        assert [decode.scheduler.matched_tokens(make_request(), 0) for _ in range(2)] == [None] * 2
+        assert caplog.messages == []
 
     def test_the_wait_ends_prefill_wait_s_after_the_last_new_block(self, decode: ControlledHalf) -> None:
         answers = [decode.answer(1), *(decode.answer(found) for found in (2, 2, 2, 2))]
