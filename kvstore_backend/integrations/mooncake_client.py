@@ -19,6 +19,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -59,6 +60,7 @@ class PooledClient:
         self._longest_put = math.inf  # seconds after which the engine may use the memory of waiting puts for others
         self._no_puts_before = 0.0
         self._ends_reads_late = True  # whether a batch read returns only when no call writes to its memory any more
+        self._has_late_read = False  # whether a call of an earlier batch read may still write to its memory
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not set up' if self._pool is None else repr(self._pool)})"
@@ -309,12 +311,24 @@ class PooledClient:
         pool = self._find_pool(keys)
         if pool is None:
             return [_FAILED] * len(keys)
-        get = pool.get_blocks if wait else _get_if_none_is_late(pool)
+        get = pool.get_blocks if wait else partial(self._get_if_none_is_late, pool)
         statuses = self._call_patiently(get, _hash_keys(keys), targets)
         return [
             sum(nbytes for _, nbytes in target) if status else _CODES[status]
             for status, target in zip(statuses, targets, strict=True)
         ]
+
+    def _get_if_none_is_late(self, pool: BlockPool, hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
+        """Read blocks, and return at the deadline.
+
+        Return ``FAILED`` for all blocks while a late call of an earlier read may still write to the memory.
+        """
+        if self._has_late_read and not pool.wait_for_late_calls(0):
+            return [Status.FAILED] * len(hashes)
+        num_late = pool.count_late_calls()
+        statuses = pool.get_blocks(hashes, targets, wait=False)
+        self._has_late_read = pool.count_late_calls() != num_late
+        return statuses
 
     def _call_patiently(
         self, ask: Callable[..., list[Status]], hashes: Sequence[bytes], *values: Sequence[Value]
@@ -379,20 +393,6 @@ def _put_and_look_up(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Val
         ]
 
     return put
-
-
-def _get_if_none_is_late(pool: BlockPool) -> Callable[[Sequence[bytes], Sequence[Value]], list[Status]]:
-    """Return a function that reads blocks, and returns at the deadline.
-
-    It returns ``FAILED`` for all blocks while a late call may still write to the memory.
-    """
-
-    def get(hashes: Sequence[bytes], targets: Sequence[Value]) -> list[Status]:
-        if not pool.wait_for_late_calls(0):
-            return [Status.FAILED] * len(hashes)
-        return pool.get_blocks(hashes, targets, wait=False)
-
-    return get
 
 
 def _hash_keys(keys: Sequence[str]) -> list[bytes]:

@@ -173,6 +173,23 @@ def test_reads_end_at_their_deadline_if_the_engine_uses_their_memory_for_nothing
     assert faulty.client.batch_get_into(*read) == [span.nbytes]
 
 
+def test_reads_of_a_fast_tier_go_on_while_a_put_to_the_large_tier_hangs(faulty: Client) -> None:
+    fast = GuardedBackend(lambda: CheckedBackend(MemoryStore(1 << 20)))
+    wait_until(lambda: fast.is_ready, "the fast tier")
+    faulty.client._pool = BlockPool(TieredBackend(fast, faulty.guarded, "through"), NAMESPACE)
+    faulty.client._ends_reads_late = False
+    memory = Memory(1000)
+    [span] = memory.value
+    assert faulty.client.put_from("a", *span) == 0
+    faulty.store.faults = [Fault.HANGS]
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(faulty.client.put_from, "b", *span)
+        wait_until(lambda: faulty.guarded.late_calls == 1, "the deadline")
+        read = faulty.client.batch_get_into(["a"], [span.address], [span.nbytes])
+        faulty.store.go_on()
+        assert (future.result(10), read) == (FAILED, [span.nbytes])
+
+
 def test_the_warm_up_is_repeated_until_it_succeeds(faulty: Client) -> None:
     faulty.store.faults = [Fault.FAILED] * 3
     assert faulty.client.put("warm-up", b"value") == 0
