@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -124,12 +125,15 @@ def test_under_load_no_request_reaches_an_instance_of_another_model(
         for instance in of_model:
             instance.models = (model,)
     router = make_router(*instances["a"], *instances["b"], splitwise=splitwise, workers=workers)
+    stopped = threading.Semaphore(0)
 
     def ask(number: int) -> int:
         model, worker = "ab"[number % 2], router.workers[number // 2 % workers]
         if number in (50, 150):
             instances[model][-1].stop()
+            stopped.release()
         if number in (100, 200):
+            assert stopped.acquire(timeout=30), "another thread stops the instance first"
             instances[model][-1].start()
         if number % 3:
             return worker.chat(model=model).status_code
