@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 0.002
 _LOOKUPS = 4
-# A request whose look-up takes longer than this, plus one second for each ``_LOOKUP_BLOCKS`` blocks, is computed. This
-# is twice the deadline of one look-up (``Deadlines``), because look-ups wait for each other if the pool is slow.
+# A request whose look-up takes longer than this, plus one second for each ``_LOOKUP_BLOCKS`` blocks, for each rank, is
+# computed. This is twice the deadline of the look-ups (``Deadlines``), because they wait for each other in a slow pool.
 _LOOKUP_SECONDS, _LOOKUP_BLOCKS = 1.0, 10_000
 # After that, requests are computed without a look-up for this time, unless they wait for a prefill instance.
 _SLOW_SECONDS = 5.0
@@ -510,7 +510,8 @@ class SchedulerHalf:
             found, lookup.run = lookup.answer.result(self._patience)
             return found
         except NotYet:
-            if start - lookup.begun_at < _LOOKUP_SECONDS + len(lookup.names) / _LOOKUP_BLOCKS:
+            seconds = len(self._pools) * (_LOOKUP_SECONDS + len(lookup.names) / _LOOKUP_BLOCKS)
+            if start - lookup.begun_at < seconds:
                 return None
             lookup.answer.cancel()  # if it still waits for a thread
             if start >= self._slow_until and not self._prefill_wait_s:

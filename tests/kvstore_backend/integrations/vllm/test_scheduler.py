@@ -154,6 +154,19 @@ class TestLookUps:
             assert [answer.cancelled() for answer in answers] == [False] * 4 + [True] * 2
             slow.go_on()
 
+    def test_the_limit_of_a_look_up_is_longer_for_several_ranks(
+        self, store: StorageBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The pools of the ranks are looked up one after another."""
+        with contextlib.closing(Instance(store, ranks=2)) as two_ranks:
+            half = ControlledHalf(two_ranks, monkeypatch)
+            half.answer()
+            matched = []
+            for seconds in (0.0, 1.9, 0.2):
+                half.clock.now += seconds
+                matched.append(half.scheduler.matched_tokens(make_request(), 0))
+            assert matched == [None, None, 0]
+
     def test_a_request_is_looked_up_once_however_often_vllm_calls(self, half: ControlledHalf) -> None:
         half.answer(3)
         assert [half.scheduler.matched_tokens(make_request(), 0) for _ in range(3)] == [12] * 3
